@@ -11,13 +11,17 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel proof gpu reproduce loss-curves kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel gpu reproduce kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
-demo: $(VENV)/.release-examples
-	$(call say,Packing the Python files of this machine with every method)
+demo:
+	$(call say,1 of 4: compiling wlb and installing its command (about 3 minutes the first time))
+	@$(MAKE) --no-print-directory $(VENV)/.release-cli
+	$(call say,2 of 4: packing the Python files of this machine with every method (half a minute))
 	$(BIN)/wlb demo $(DEMO_FLAGS)
-	$(call say,Training a small model on 4 processes and on one)
+	$(call say,3 of 4: installing torch for a training (8 GB; minutes the first time))
+	@$(MAKE) --no-print-directory $(VENV)/.release-examples
+	$(call say,4 of 4: training a small model on 4 processes and on one (about 2 minutes))
 	$(BIN)/python examples/same_losses.py $(LOSSES_FLAGS)
 
 ## Run the tests, all but those that take minutes: Rust's beside Python's.
@@ -36,9 +40,10 @@ test-long: $(VENV)/.dev-test
 	PROPTEST_CASES=1000000 cargo test --locked --release --package wlb-core --test core changed::bounds
 
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick. Says what
-## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas.
+## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas, or its repository
+## could not be reached.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
-	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py --may-skip 'llamafactory,axolotl,this megatron-core has no,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
+	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,llamafactory)
 	HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,axolotl)
 
@@ -75,12 +80,6 @@ compare: $(VENV)/.release-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 	$(BIN)/python -m benches.results
 
-## A gain on a clock, and the prediction beside it: a small model trained on this machine; writes docs/results/proof.md. LENGTHS: one .npy.
-proof: $(VENV)/.release-studies
-	$(BIN)/python -m studies.proof $(if $(LENGTHS),--lengths $(LENGTHS)) \
-	    --page docs/results/proof.md --picture docs/results/proof.png --record benches/records/proof.json $(PROOF_FLAGS)
-	$(BIN)/python -m benches.results
-
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -92,10 +91,6 @@ wheel:
 ## What only a GPU can show, in pieces of nine minutes: run it until it exits with 0. Writes wlb-gpu/.
 gpu: $(VENV)/.release-studies
 	$(BIN)/python -m studies.gpu $(GPU_FLAGS)
-
-## Does packing change what is learnt? A small look in wlb-losses/; LOSS_CURVES_FLAGS="--seeds 20 --batches 56" is the study.
-loss-curves: $(VENV)/.release-studies
-	$(BIN)/python -m studies.loss_curves $(LOSS_CURVES_FLAGS)
 
 ## The papers' tables and figures beside ours; writes wlb-reproduce/.
 reproduce: $(VENV)/.release-studies
@@ -112,7 +107,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-losses wlb-gpu
+	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-gpu
 
 # --- what the targets need -------------------------------------------------------------------------------------------
 
@@ -120,6 +115,9 @@ $(VENV)/bin/maturin:
 	$(call say,Making $(VENV) and installing maturin)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade pip 'maturin>=1.9,<2'
+
+# Kept after what is installed from them, which make would delete like any file on the way to another.
+.PRECIOUS: $(VENV)/wheels/%
 
 # A wheel, not an editable install: a stale library beside the sources would win over a fresh build.
 $(VENV)/wheels/%: $(VENV)/bin/maturin $(SOURCES)
@@ -129,8 +127,8 @@ $(VENV)/wheels/%: $(VENV)/bin/maturin $(SOURCES)
 
 # An extra of pyproject.toml with a wheel. `dev` is compiled for tests, with every check; `release` is what users get.
 define install
-	$(call say,Installing what wlb[$(2)] needs; torch is large and takes minutes the first time)
-	rm -f $(VENV)/.release-* $(VENV)/.dev-*
+	$(call say,Installing what wlb[$(2)] needs)
+	rm -f $(VENV)/.$(filter-out $(1),dev release)-*
 	$(BIN)/python -m pip install --force-reinstall --no-deps $(VENV)/wheels/$(1)/*.whl
 	$(BIN)/python -m pip install "$$(echo $(VENV)/wheels/$(1)/*.whl)[$(2)]"
 	touch $@

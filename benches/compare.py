@@ -91,9 +91,9 @@ def judged(plan: Plan, lengths: Lengths, alone: bool = False) -> dict[str, float
     """Step times over the shortest, padding over computed tokens, and the tokens of the fullest micro-batch.
 
     Args:
-        plan: By rank and round.
-        lengths: Of the documents.
-        alone: Whether a rank runs one document of a round at a time.
+        plan: by rank and round.
+        lengths: of the documents.
+        alone: whether a rank runs one document of a round at a time.
     """
     rounds = max(map(len, plan))
     costs = np.zeros((len(plan), rounds))

@@ -92,7 +92,7 @@ def rows(name: str, lengths: Lengths) -> list[Row]:
     for room, limit in itertools.product(ROOMS, LIMITS):
         prices: dict[str, list[float]] = {"default": [], "one order": [], "tuned": []}
         for sample in tuned_on:
-            found = wlb.tune_delay_price(sample, max_mean_delay=limit, **packing(room))
+            found = wlb.tune(sample, max_mean_delay=limit, **packing(room))
             within = [point for point in found.pareto if point.delay_mean <= limit] or list(found.pareto[:1])
             for how, price in (
                 ("default", DELAY_PRICE),

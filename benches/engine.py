@@ -142,7 +142,7 @@ def balance(path: Path, progress: Progress) -> list[dict[str, Any]]:
     }
     ratios: dict[str, list[float]] = {"per_sequence": [], "per_document": []}
     for part, tuned_on in (("first quarter", pieces[: offsets[max(1, len(batches) // 4)]]), ("all", pieces)):
-        tuned = wlb.tune_outlier_thresholds(tuned_on, num_queues=2, max_mean_delay=0.6, **options)
+        tuned = wlb.tune(tuned_on, num_queues=2, max_mean_delay=0.6, **options)
         progress.advance(task)
         packer = wlb.Packer(outlier_thresholds=tuned.thresholds, **options)
         for batch in batches:

@@ -49,12 +49,12 @@ class Rollouts:
     """Samples of one step, in the order in which they arrive.
 
     Attributes:
-        name: Of the input.
-        what: In a sentence.
+        name: of the input.
+        what: in a sentence.
         prompts: int64 [prompts] tokens of each.
         group: int64 [samples]: the prompt of each.
         completions: int64 [samples] tokens.
-        max_tokens: Unique tokens of a micro-batch.
+        max_tokens: unique tokens of a micro-batch.
     """
 
     name: str

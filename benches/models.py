@@ -14,32 +14,12 @@ from pathlib import Path
 import wlb
 from benches.common import DOCS, Row, bars, options, write_record
 from tests.oracles import transformers_models as real
-from wlb.models import (
-    Attention,
-    Block,
-    FeedForward,
-    GatedDeltaNet,
-    HyperConnection,
-    KimiDeltaAttention,
-    LatentAttention,
-    LightningAttention,
-    Mamba1,
-    Mamba2,
-    Mask,
-    NGramEmbedding,
-)
+from wlb.models import Attention, Block, CountedBlock, FeedForward, LatentAttention, Mask
 
 _NAMES: dict[type[Block], str] = {
     Attention: "attention",
     LatentAttention: "latent attention",
-    GatedDeltaNet: "gated DeltaNet",
-    KimiDeltaAttention: "Kimi delta attention",
-    LightningAttention: "lightning attention",
-    Mamba1: "Mamba",
-    Mamba2: "Mamba-2",
     FeedForward: "dense",
-    HyperConnection: "hyper-connection",
-    NGramEmbedding: "n-grams",
 }
 
 _SHORT = {
@@ -89,7 +69,11 @@ def layer_name(blocks: tuple[Block, ...]) -> str:
 
 def _block_name(block: Block) -> str:
     masks = [mask for mask, _ in block.pairs()]
-    name = _NAMES[type(block)]
+    if isinstance(block, CountedBlock):
+        kind = "attention" if masks else "state" if block.num_heads else "counted"
+        name = f"counted {kind}" if kind != "counted" else kind
+    else:
+        name = _NAMES[type(block)]
     experts = getattr(block, "num_experts", 1)
     if experts > 1:
         shared = " and shared" if getattr(block, "shared_width", 0) else ""

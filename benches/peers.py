@@ -34,10 +34,10 @@ class Setting:
     """Where a step is trained.
 
     Attributes:
-        dp: Data-parallel ranks.
-        accumulation: Micro-batches of a rank, for planners that are told.
-        row: Tokens of a row, for packers that fill rows: the longest document.
-        max_tokens: Most tokens of a micro-batch, for planners with such a limit.
+        dp: data-parallel ranks.
+        accumulation: micro-batches of a rank, for planners that are told.
+        row: tokens of a row, for packers that fill rows: the longest document.
+        max_tokens: most tokens of a micro-batch, for planners with such a limit.
     """
 
     dp: int
@@ -232,9 +232,9 @@ class Peer:
     """A planner of this page.
 
     Attributes:
-        name: What it is called there.
-        package: Its distribution; "" for what is written here.
-        plan: Makes a plan.
+        name: what it is called there.
+        package: its distribution; "" for what is written here.
+        plan: makes a plan.
     """
 
     name: str

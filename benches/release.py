@@ -106,12 +106,12 @@ def figures(packer: wlb.Packer) -> Row:
 def queues(batches: list[Lengths], options: dict[str, Any], number: int) -> tuple[Row, list[Row]]:
     """Algorithm 1 under the best thresholds for this very stream, and the front of all that were tried on it.
 
-    `tune_outlier_thresholds` reads as a trainer does, which asks the packer how much it takes. Here global batches are
+    `wlb.tune` reads as a trainer does, which asks the packer how much it takes. Here global batches are
     pushed as they are, which other thresholds may suit better: so all that no others beat there are tried here, and
     others around the best of them.
     """
     limit = QUEUES_DELAY[number]
-    tuned = wlb.tune_outlier_thresholds(
+    tuned = wlb.tune(
         np.concatenate(batches),
         num_queues=number,
         max_mean_delay=limit,

@@ -2,7 +2,7 @@
 
     python -m benches.results     # reads benches/records/, writes docs/results/index.md and docs/results/engine.md
 
-`make compare`, `make bench` and `make proof` end with it. It measures nothing: the records are its only source.
+`make compare` and `make bench` end with it. It measures nothing: the records are its only source.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PAGES: dict[str, tuple[str, str, str]] = {
     "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
     "forests": ("forests.md", "Planners that share prefixes, beside wlb", "python -m benches.forests"),
     "engine": ("engine.md", "How fast plans are made", "make bench"),
-    "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof"),
+    "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof of commit 78a1bdd8"),
     "gpu": ("gpu.md", "One H200", "make gpu"),
     "papers": ("papers.md", "The papers' tables, beside ours", "make reproduce"),
-    "loss_curves": ("loss_curves.md", "Does packing change what is learnt?", "make loss-curves"),
+    "loss_curves": ("loss_curves.md", "Does packing change what is learnt?", "make loss-curves of commit f21b21d7"),
     "models": ("families.md", "Families of models, beside transformers", "python -m benches.models"),
 }
 """By record: its page, what it shows, and the command."""

@@ -11,7 +11,7 @@ ones at both ends are faster than that). Delay is of all tokens, those flushed a
 not timed. `original` cuts documents where a micro-batch ends, and does less work for the same tokens. Beside each time,
 in brackets, are those of the same plans were attention half, or half as much again, as fast as they were told.
 
-Queues have the thresholds of the front that `tune_outlier_thresholds` finds on this very stream; the adaptive rule, and
+Queues have the thresholds of the front that `wlb.tune` finds on this very stream; the adaptive rule, and
 Dynamic-CP on what it lets go, run at a range of prices.
 """
 
@@ -153,7 +153,7 @@ def measure(batches: list[Lengths], room: float, progress: Progress) -> list[Row
         plans = [wlb.pack(batch, method=method, **these) for batch in batches]
         rows.append({"plan": method, **at_once, **timed(static(plans))})
     rows.append({"plan": "dynamic_cp", **at_once, **timed(regrouped(batches, room))})
-    tuned = wlb.tune_outlier_thresholds(
+    tuned = wlb.tune(
         np.concatenate(batches),
         num_queues=3,
         max_mean_delay=0.9,

@@ -125,8 +125,8 @@ WALKS = (
         researchers_files,
         (
             "wlb lengths train.parquet --tokenizer tokenizer.json --no-cache",
-            "wlb advise lengths.npy --model config.json --gpu A100 --gpus 8 --tp 1 --cp 1 --pp 1 --fsdp zero3"
-            " --context 16k --global-batch 16samples --trainer huggingface",
+            "wlb advise lengths.npy --model config.json --gpu A100 --gpus 8 --tp 1 --cp 1 --pp 1"
+            " --set layout.fsdp=zero3 --context 16k --global-batch 16samples --trainer huggingface",
         ),
     ),
 )

@@ -127,6 +127,15 @@ def test_python_blocks_run_as_pasted(page: Path, tmp_path: Path) -> None:
         assert text in printed
 
 
+def test_every_block_that_a_trainer_test_takes_is_there() -> None:
+    tests = "".join(path.read_text() for path in sorted((ROOT / "tests" / "trainers").glob("*.py")))
+    taken = re.findall(r'\bblock\("([^"]+)"(?:, "([^"]+)")?\)', tests)
+    assert len(taken) > 8
+    for words, page in taken:
+        text = (ROOT / "docs" / (page or "trainers.md")).read_text()
+        assert sum(words in found[2] for found in BLOCK.finditer(text) if found[1]) == 1, f"{words!r} of {page}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_no_block_is_left_out(page: Path) -> None:
     """What no Python of the page prints is a program that some test runs."""

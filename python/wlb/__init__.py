@@ -46,8 +46,7 @@ from wlb._core import (
     simulate_pipeline,
     simulate_steps,
     split_documents,
-    tune_delay_price,
-    tune_outlier_thresholds,
+    tune,
 )
 from wlb._results import (
     Bounds,
@@ -128,6 +127,5 @@ __all__ = [
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
-    "tune_delay_price",
-    "tune_outlier_thresholds",
+    "tune",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -41,20 +42,39 @@ def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
     """An array of `least` to `most` dimensions, of the dtype that numpy gives it."""
     if isinstance(values, np.ma.MaskedArray):  # asarray would drop the mask, and pack masked entries
         raise _refused(argument, "is a masked array: fill it or drop what is masked")
+    if advice := _listing(values):
+        raise _refused(argument, f"is a {type(values).__name__}, not an array: pass {advice}")
     wrong = (TypeError, ValueError, OverflowError) if isinstance(values, list | tuple) else Exception
+    rows = (
+        "pass the number of tokens of each document: [len(x) for x in ...]" if most == 1 and _has_rows(values) else ""
+    )
     try:
         array = np.asarray(values)
     except MemoryError:
         raise
     except wrong as cause:  # whatever numpy, or the object's own `__array__`, raises: wrong input
-        raise _refused(
-            argument, f"is no array of numbers ({type(cause).__qualname__}: {cause})", given=values
-        ) from None
+        problem = f"is no array of numbers ({type(cause).__qualname__}: {cause})"
+        raise _refused(argument, rows or problem, given=values) from None
     if least <= array.ndim <= most:
         return array
+    if not array.ndim:
+        raise _refused(argument, "must be an array or a list of numbers", given=values)
     wanted = f"{least}" if least == most else f"{least}- to {most}"
     shape = ", ".join(map(str, array.shape))
-    raise _refused(argument, f"must be {wanted}-dimensional, but its shape is ({shape})")
+    raise _refused(argument, f"must be {wanted}-dimensional, but its shape is ({shape}){rows and f': {rows}'}")
+
+
+def _listing(values: Any) -> str | None:
+    """How to list what can be iterated but is no sequence: numpy would take it for a single object."""
+    if isinstance(values, Mapping):
+        return "a list of its values, list(x.values())"
+    if isinstance(values, Set):
+        return "a list, whose order says which document is which"
+    return "list(x)" if isinstance(values, Iterator) and not hasattr(values, "__array__") else None
+
+
+def _has_rows(values: Any) -> bool:
+    return isinstance(values, list | tuple) and any(isinstance(row, list | tuple | np.ndarray) for row in values)
 
 
 def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np.int64]:
@@ -69,7 +89,8 @@ def _item_by_item(argument: str, values: Any, array: NDArray[Any]) -> NDArray[np
             if not -(2**63) <= found[-1] < 2**63:
                 raise _refused(argument, "does not fit into int64", index, item)
         elif not _is_whole(item):
-            raise _refused(argument, "must be an integer", index, item)
+            texts = ": a number of tokens, not a text" if isinstance(item, str | bytes) else ""
+            raise _refused(argument, f"must be an integer{texts}", index, item)
         elif not_an_integer is None:  # an error names a fraction or NaN first, if there is one
             not_an_integer = index, item
     if not_an_integer is not None:

@@ -85,8 +85,7 @@ __all__ = [
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
-    "tune_delay_price",
-    "tune_outlier_thresholds",
+    "tune",
 ]
 
 __version__: str
@@ -391,6 +390,9 @@ class MicroBatch:
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
         """int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens."""
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest piece, 0 without one: what varlen attention takes beside ``cu_seqlens``."""
     @property
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
@@ -1135,16 +1137,15 @@ class Packer:
             (``outlier_thresholds``).
         limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
             column with a limit counts as memory: it is kept below its limit and is not balanced.
-        outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``tune_outlier_thresholds`` finds
-            them. ``None``, the default, is the adaptive rule; ``()`` holds nothing back: a document waits only if it
-            does not fit.
+        outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``wlb.tune`` finds them. ``None``,
+            the default, is the adaptive rule; ``()`` holds nothing back: a document waits only if it does not fit.
         release: "adaptive" or "fifo" (queues). It follows from ``outlier_thresholds``, so you need not give it;
             ``release="fifo"`` alone means ``outlier_thresholds=()``.
         delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
             (``num_micro_batches * max_document_tokens``) waits a step if the heaviest micro-batch thereby falls by at
             least 3 % of the mean one; for a tenth of these tokens 0.3 % is enough. A wait of ``d`` steps costs
             ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
-            ``tune_delay_price`` finds the price for a mean wait that you accept.
+            ``wlb.tune`` finds the price for a mean wait that you accept.
         max_delay: most steps that a document waits; with queues most steps in its queue, after which it may be carried
             over a few steps (``bounds().delay`` is the most steps together). ``None`` is 16 with the adaptive rule, and
             no limit with queues. If pushes bring more than the packer ``admits``, documents may wait longer.
@@ -1552,72 +1553,15 @@ class Packer:
     def __copy__(self) -> Packer: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
 
-def tune_outlier_thresholds(
+def tune(
     lengths: ArrayLike,
     *,
     num_micro_batches: int,
     max_tokens: int,
     cost_model: CostModel | None = None,
+    num_queues: int | None = None,
     costs: ArrayLike | None = None,
     limits: ArrayLike | None = None,
-    num_queues: int = 2,
-    max_mean_delay: float = 0.6,
-    max_delay: int | None = None,
-    max_document_tokens: int | None = None,
-    tokens_per_batch: int | None = None,
-    method: StreamMethod = "var_length",
-    dp_size: int | None = None,
-    sync: Sync | None = None,
-    max_documents: int | None = None,
-) -> TuneResult:
-    """Finds thresholds for a ``Packer`` on a sample of lengths.
-
-    Runs the packer over the sample with every combination of up to ``num_queues`` geometrically spaced thresholds, then
-    with thresholds near the best. Deterministic. Documents over ``max_document_tokens`` are split.
-
-    Args:
-        lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-        num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_documents: as for
-            ``Packer``.
-        costs: float64[n] or float64[n, r], cost of each document, instead of ``cost_model``, for a packer with
-            ``cost_columns=r``; imbalance is then that of a step over all columns that take time.
-        limits: float64[r], with ``costs``, as for ``Packer``.
-        num_queues: most levels, 0 to 4.
-        max_mean_delay: most mean delay of a token, in steps.
-        tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Do not set it
-            to ``num_micro_batches * max_tokens``: full micro-batches leave no room for balance.
-        dp_size, sync: as for ``Packer``; imbalance and lost time are then those of ranks that wait for each other.
-
-    Returns:
-        TuneResult: the thresholds with the least mean imbalance within the delay limit (if none keeps it: those with
-            the
-        least delay, or no queues), and the Pareto front of balance and delay.
-
-    Raises:
-        WlbError: wrong lengths, costs or options, or no documents.
-
-    One run of the packer for each of about 110 choices (two queues) or 380 (three). Releases the GIL. WLB-LLM,
-    section 4.3.
-
-    Examples:
-        >>> import numpy as np
-        >>> import wlb
-        >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
-        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
-        >>> tuned = wlb.tune_outlier_thresholds(
-        ...     lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost, num_queues=1
-        ... )
-        >>> tuned.best
-        TunedPoint(thresholds=[4539], imbalance_mean=1.0667, delay_mean=0.341, delay_max=4)
-    """
-
-def tune_delay_price(
-    lengths: ArrayLike,
-    *,
-    num_micro_batches: int,
-    max_tokens: int,
-    cost_model: CostModel | None = None,
-    costs: ArrayLike | None = None,
     max_mean_delay: float = 0.6,
     max_delay: int | None = None,
     max_document_tokens: int | None = None,
@@ -1629,47 +1573,62 @@ def tune_delay_price(
     max_documents: int | None = None,
     max_early: int = 0,
 ) -> TuneResult:
-    """Finds the price of delay for a ``Packer`` with ``release="adaptive"`` on a sample of lengths.
+    """Finds on a sample of lengths what a ``Packer`` should hold back: a delay price, or thresholds of outlier queues.
 
-    Runs the packer over the sample at geometrically spaced prices and at the default, then at prices near the one where
-    the mean delay passes the limit. The best of many prices on the same steps is merely the luckiest, so each half of
-    the documents judges the prices found on the other. The prices that lose the least time on both halves and the
-    default are then judged on three other orders of all documents. If a half has less than twelve global batches, the
-    prices that lose the least time on all documents are judged on the other orders alone; such a price may suit only
-    these documents. Deterministic. Documents over ``max_document_tokens`` are split.
+    Without ``num_queues`` it finds the price of delay for ``release="adaptive"``. It runs the packer over the sample at
+    geometrically spaced prices and at the default, then at prices near the one where the mean delay passes the limit.
+    The best of many prices on the same steps is merely the luckiest, so each half of the documents judges the prices
+    found on the other. The prices that lose the least time on both halves and the default are then judged on three
+    other orders of all documents. If a half has less than twelve global batches, the prices that lose the least time on
+    all documents are judged on the other orders alone; such a price may suit only these documents.
+
+    With ``num_queues`` it finds ``outlier_thresholds``. It runs the packer with every combination of up to
+    ``num_queues`` geometrically spaced thresholds, then with thresholds near the best (WLB-LLM, section 4.3).
+
+    Deterministic. Documents over ``max_document_tokens`` are split. Releases the GIL.
 
     Args:
         lengths: int[n], tokens, in arrival order; some tens of global batches or more.
-        num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, max_step_cost,
-            max_documents: as for ``Packer``.
-        costs: float64[n], cost of each document, instead of ``cost_model``, for a packer with ``cost_columns=1``.
+        num_micro_batches, max_tokens, cost_model, max_delay, max_document_tokens, method, dp_size, sync, max_documents:
+            as for ``Packer``. With ``dp_size``, imbalance and lost time are those of ranks that wait for each other.
+        num_queues: most thresholds, 0 to 4; None for a delay price.
+        costs: float64[n] or float64[n, r], cost of each document, instead of ``cost_model``, for a packer with
+            ``cost_columns=r``; imbalance is then that of a step over all columns that take time. A delay price needs
+            one column.
+        limits: float64[r], with ``costs``, as for ``Packer``.
         max_mean_delay: most mean delay of a token, in steps.
-        tokens_per_batch, dp_size, sync: as for ``tune_outlier_thresholds``.
+        tokens_per_batch: tokens of a global batch; default ``num_micro_batches * max_document_tokens``. Do not set it
+            to ``num_micro_batches * max_tokens``: full micro-batches leave no room for balance.
+        max_step_cost: as for ``Packer``; for a delay price.
         max_early: int from 0 to 1024, most steps by which a document may come before its turn, as for
-            ``BalancedBatchSampler``; delays then count steps before the turn, too. Needs ``cost_model``.
+            ``BalancedBatchSampler``; delays then count steps before the turn, too. For a delay price; needs
+            ``cost_model``.
 
     Returns:
-        TuneResult: the price that loses the least time on the other orders, within the delay limit there and on the
-        sample. It is the default (0.03) unless another price saves 0.01 of lost time in every order, is no worse on a
-        half, and has no worse a worst step there and on the sample. If the default exceeds the delay limit, the bound
-        on the worst step holds if any price keeps it. If no price keeps the limit, it is the price with the least
-        delay. ``judged`` has all judged prices, the default among them; ``pareto`` has the Pareto front of balance and
-        delay on the sample.
+        TuneResult: the choice, and the Pareto front of balance and delay on the sample. Thresholds: those with the
+        least mean imbalance within the delay limit. A price: the one that loses the least time on the other orders,
+        within the delay limit there and on the sample. It is the default (0.03) unless another price saves 0.01 of lost
+        time in every order, is no worse on a half, and has no worse a worst step there and on the sample. If the
+        default exceeds the delay limit, the bound on the worst step holds if any price keeps it. ``judged`` has all
+        judged prices, the default among them. If nothing keeps the limit, it is the choice with the least delay.
 
     Raises:
-        WlbError: wrong lengths, costs or options, or no documents; several columns of costs.
+        WlbError: wrong lengths, costs or options, or no documents; ``max_step_cost`` or ``max_early`` with
+            ``num_queues``; several columns of costs for a price.
 
-    One run of the packer for each of about 32 prices, another for each price within the limit, and three for each
-    judged price (nine or more). Releases the GIL.
+    A price takes one run of the packer for each of about 32 prices, another for each price within the limit, and three
+    for each judged price (nine or more). Thresholds take one run for each of about 110 choices (two queues) or 380
+    (three).
 
     Examples:
         >>> import numpy as np
         >>> import wlb
         >>> lengths = np.random.default_rng(0).lognormal(6, 1.2, 4000).astype(int).clip(1, 8192)
         >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
-        >>> tuned = wlb.tune_delay_price(lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost)
-        >>> tuned.best
+        >>> wlb.tune(lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost).best
         TunedPoint(delay_price=0.46822, imbalance_mean=1.0277, delay_mean=0.528, delay_max=10)
+        >>> wlb.tune(lengths, num_micro_batches=8, max_tokens=12288, cost_model=cost, num_queues=1).best
+        TunedPoint(thresholds=[4539], imbalance_mean=1.0667, delay_mean=0.341, delay_max=4)
     """
 
 def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...

@@ -162,15 +162,15 @@ def next_turns(
     The last offer takes a rest with it that is too small for a step.
 
     Args:
-        packer: Says how early a piece should come.
+        packer: says how early a piece should come.
         lengths: int64 [pieces], tokens of the upcoming pieces: enough of them to know whether a whole step remains.
         new: bool [pieces], False for a piece that entered before its turn; at least one is True.
         whole: bool [pieces], whether the piece is a whole document: only such pieces come early.
-        wanted: Tokens whose turn is now; at least one piece.
-        tokens_per_batch: Tokens of a global batch.
-        min_step_tokens: Least tokens of a step.
-        max_early: Most iterations by which a piece comes before its turn.
-        to_the_end: Whether there are no pieces after these.
+        wanted: tokens whose turn is now; at least one piece.
+        tokens_per_batch: tokens of a global batch.
+        min_step_tokens: least tokens of a step.
+        max_early: most iterations by which a piece comes before its turn.
+        to_the_end: whether there are no pieces after these.
     """
     least = max(min_step_tokens, 1)
     passed = lengths.cumsum()  # in the order of turns, documents that entered early included

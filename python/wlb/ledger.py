@@ -1,12 +1,11 @@
 """The format of a ledger, in which one line for each step says what a run trained.
 
 A ledger is a folder with one file for each data-parallel rank: `ledger-00000.jsonl` and so on. `wlb.torch.Ledger`
-writes
-it during training. A line is a JSON object with its own hash and the hash of the line before it. There are two kinds.
-The begin of a run, or of its continuation, says which rank of how many this is, and which documents there are. A
-trained
-step has its plan, the state before and after it, and the pieces of documents that this rank trained, by micro-batch.
-After a crash the run continues from a checkpoint; lines of steps that are trained again replace the earlier ones.
+writes it during training. A line is a JSON object with its own hash and the hash of the line before it. There are two
+kinds. The begin of a run, or of its continuation, says which rank of how many this is, and which documents there are. A
+trained step has its plan, the state before and after it, and the pieces of documents that this rank trained, by
+micro-batch. After a crash the run continues from a checkpoint; lines of steps that are trained again replace the
+earlier ones.
 
 `wlb_tools.audit` reads the files of all ranks.
 """
@@ -134,7 +133,7 @@ def plan_hash(shares: Sequence[Share]) -> str:
     """The hash of a plan: which rank trains which pieces, in which micro-batches and in which order.
 
     Args:
-        shares: The share of every data-parallel rank.
+        shares: the share of every data-parallel rank.
 
     O(pieces).
     """
@@ -189,7 +188,7 @@ def as_line(content: Mapping[str, Any], after: str | None) -> tuple[str, str]:
 
     Args:
         content: JSON values.
-        after: Hash of the line before it in the file; None for the first line.
+        after: hash of the line before it in the file; None for the first line.
     """
     content = {**content, "after": after}
     check = line_check(content)

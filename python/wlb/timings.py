@@ -6,8 +6,7 @@
 | `*.csv` | a line under a line of names | integers with spaces or semicolons between, or a JSON list |
 
 `ranks` is the number of context-parallel ranks that shared the micro-batch, if it differs between rows. Other columns
-are
-ignored. `wt.StepTimer.write` writes such a log.
+are ignored. `wt.StepTimer.write` writes such a log.
 
     log = wlb.timings.read("timings.jsonl")
     fit = wlb.CostModel.fit(log.micro_batches, log.seconds, ranks=log.ranks)

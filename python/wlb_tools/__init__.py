@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         memory_per_rank,
         stage_seconds,
     )
+    from wlb_tools.command.inputs.mapped import RowLengths
     from wlb_tools.simulation import Scenario, Simulation, simulate
 
     plot: Callable[[Any], Any]  # of `wlb_tools.plotting`, which imports the command, and the command these names
@@ -36,6 +37,7 @@ __all__ = [
     "Link",
     "ParallelLayout",
     "RankMemory",
+    "RowLengths",
     "Scenario",
     "Simulation",
     "StageSeconds",
@@ -48,7 +50,13 @@ __all__ = [
 ]
 
 
-_ROOMS = {"Scenario": "simulation", "Simulation": "simulation", "plot": "plotting", "simulate": "simulation"}
+_ROOMS = {
+    "RowLengths": "command.inputs.mapped",
+    "Scenario": "simulation",
+    "Simulation": "simulation",
+    "plot": "plotting",
+    "simulate": "simulation",
+}
 """Modules of the public names that are not in `cluster`."""
 
 

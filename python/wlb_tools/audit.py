@@ -29,10 +29,10 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        text: What is wrong.
-        step: The first step that shows it; None: only all steps together show it.
-        rank: The data-parallel rank, if it concerns one rank.
-        documents: The first few documents that it concerns: (epoch, document).
+        text: what is wrong.
+        step: the first step that shows it; None: only all steps together show it.
+        rank: the data-parallel rank, if it concerns one rank.
+        documents: the first few documents that it concerns: (epoch, document).
     """
 
     text: str
@@ -51,12 +51,12 @@ class EpochAudit:
     """The trained part of one epoch.
 
     Attributes:
-        epoch: Its number; 0 for a stream.
-        read: Number of its documents that were read; None if the ledger does not know.
-        trained: Number of documents all of whose known pieces were trained once. While pieces wait, some of these
+        epoch: its number; 0 for a stream.
+        read: number of its documents that were read; None if the ledger does not know.
+        trained: number of documents all of whose known pieces were trained once. While pieces wait, some of these
             documents may still lack their end, unless a state or lengths are given; `Audit.proof` says how many.
-        waiting: Number of documents that were read and not yet trained completely.
-        tokens: Tokens trained.
+        waiting: number of documents that were read and not yet trained completely.
+        tokens: tokens trained.
     """
 
     epoch: int
@@ -71,17 +71,17 @@ class Audit:
     """The result of `audit`.
 
     Attributes:
-        findings: What is wrong, in the order of steps; empty: the run is sound.
-        unproved: What can be neither proved nor disproved: a last step of which not all ranks have a line (a rank was
+        findings: what is wrong, in the order of steps; empty: the run is sound.
+        unproved: what can be neither proved nor disproved: a last step of which not all ranks have a line (a rank was
             killed, or a file lost its end), a run that begins again at step 0 after others, plans whose hash cannot be
             computed from the ledger.
-        first_step: Number of the first step in the ledger.
-        num_steps: Number of proved steps from there: all before the first finding, or none if the step of a finding is
+        first_step: number of the first step in the ledger.
+        num_steps: number of proved steps from there: all before the first finding, or none if the step of a finding is
             not known.
-        state: Digest of the state after the last proved step. The run may resume from it, or from an earlier one.
-        epochs: What was trained of each epoch up to there.
-        superseded: Lines of steps that were trained again after a resume.
-        proof: Why documents are known to be complete, in words.
+        state: digest of the state after the last proved step. The run may resume from it, or from an earlier one.
+        epochs: what was trained of each epoch up to there.
+        superseded: lines of steps that were trained again after a resume.
+        proof: why documents are known to be complete, in words.
     """
 
     findings: tuple[Finding, ...]
@@ -143,8 +143,8 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
     proved is in `Audit.unproved`.
 
     Args:
-        folder: Has the files of all ranks.
-        state: A state that this run saved, as the loader returned it. It has the documents that wait, so everything up
+        folder: has the files of all ranks.
+        state: a state that this run saved, as the loader returned it. It has the documents that wait, so everything up
             to it is proved to the last token. Later steps are ignored.
         lengths: int [documents], tokens of each: also proves the ends of documents while others wait, and of documents
             that the packer truncates.
@@ -196,11 +196,11 @@ class _RankLedger:
     """The file of one rank.
 
     Attributes:
-        lines: The valid line of each step, with the `dp_size` of its run; later lines supersede earlier ones.
-        about: The first line of every run.
-        superseded: Number of lines of steps that later runs trained again.
-        findings: Damaged lines.
-        torn: Whether the file ends inside a line.
+        lines: the valid line of each step, with the `dp_size` of its run; later lines supersede earlier ones.
+        about: the first line of every run.
+        superseded: number of lines of steps that later runs trained again.
+        findings: damaged lines.
+        torn: whether the file ends inside a line.
     """
 
     lines: dict[int, dict[str, Any]]
@@ -402,9 +402,9 @@ class _Coverage:
     """Which documents the trained pieces cover.
 
     Attributes:
-        findings: What is wrong.
-        epochs: The epochs, one by one.
-        proof: Why documents are known to be complete, in words.
+        findings: what is wrong.
+        epochs: the epochs, one by one.
+        proof: why documents are known to be complete, in words.
     """
 
     findings: list[Finding]

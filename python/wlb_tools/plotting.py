@@ -13,18 +13,16 @@ from wlb_tools.simulation import Simulation
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_KINDS = "a Packing, a Shard, a PipelineTimeline or several, a TuneResult, or a Simulation"
+_KINDS = "a Packing, a PipelineTimeline or several, or a Simulation"
 
 
 def plot(shown: Any) -> Figure:
-    """Draws a plan, a timeline, what tuning found, or a simulation.
+    """Draws a plan, a timeline, or a simulation.
 
     | of | shows |
     | --- | --- |
     | ``wlb.Packing`` | cost of every micro-batch, document by document |
-    | ``wlb.Shard`` | query-key pairs of every rank |
     | ``wlb.PipelineTimeline``, or one for each data-parallel rank | when every rank does what |
-    | ``wlb.TuneResult`` | imbalance against mean delay of the choices that no other beats |
     | ``wlb_tools.Simulation`` | what a GPU's time goes to under each method |
 
     Args:
@@ -57,13 +55,9 @@ def _draw(shown: Any, objects: Any) -> Any:
         if not len(shown):
             raise error("shown", "is a packing without micro-batches", value=shown)
         return objects.draw_packing(shown)
-    if isinstance(shown, wlb.Shard):
-        return objects.draw_shard(shown)
     several = isinstance(shown, Sequence) and shown and all(isinstance(one, wlb.PipelineTimeline) for one in shown)
     if isinstance(shown, wlb.PipelineTimeline) or several:
         return objects.draw_timelines(shown)
-    if isinstance(shown, wlb.TuneResult):
-        return objects.draw_front(shown)
     if isinstance(shown, Simulation):
         return objects.draw_methods(shown)
     raise error("shown", f"is a {type(shown).__name__}: plot draws {_KINDS}", value=shown)

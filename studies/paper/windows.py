@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.loss_curves.statistics import Paired
 from studies.paper.inputs import Inputs
 from studies.paper.packing import LATENCY, forward_latency
 from studies.paper.published import CONFIGURATIONS, FIGURE_6
 from studies.paper.results import Result, Row, holds_at, row
+from studies.paper.statistics import Paired
 from studies.paper.study import CHOICE, Source, Study, run
 from wlb_tools.simulation import Variant
 from wlb_tools.simulation.static import static
@@ -54,7 +54,7 @@ def figure_6(study: Study) -> Result:
         notes=(
             f"Every larger window is more even {holds_at(points, falls)}.",
             f"The loss is of another model on other documents than the paper's: the small one of the loss study"
-            f" (`make loss-curves`), {seeds} seeds, read from its record; what stands beside it is the interval of 95 %"
+            f" (docs/results/loss_curves.md), {seeds} seeds, read from its record; beside it stands the 95 % interval"
             " over the seeds. It packs 1, 2, 4 and 8 batches. The text gives the paper's rise for 8 alone.",
         ),
     )

@@ -23,17 +23,17 @@ class BaselineLoader:
     """Steps of `pack(method="original")` or `pack(method="fixed_length")`, or of whole documents in order.
 
     Args:
-        dataset: With `lengths` and token arrays, as in `corpus.py`.
-        collate: Makes a batch of documents.
+        dataset: with `lengths` and token arrays, as in `corpus.py`.
+        collate: makes a batch of documents.
         method: "original", "whole" (as documents arrive, the next micro-batch where one no longer fits) or
             "fixed_length".
-        window: Global batches that are packed together.
-        num_micro_batches: Of a global batch.
-        context: Tokens of a micro-batch; longer documents are split first.
-        cost_model: What documents cost.
-        dp_rank: This data-parallel rank.
-        dp_size: Data-parallel ranks.
-        seed: Of the order of documents: that of `BalancedBatchSampler` with the same seed.
+        window: global batches that are packed together.
+        num_micro_batches: of a global batch.
+        context: tokens of a micro-batch; longer documents are split first.
+        cost_model: what documents cost.
+        dp_rank: this data-parallel rank.
+        dp_size: data-parallel ranks.
+        seed: of the order of documents: that of `BalancedBatchSampler` with the same seed.
     """
 
     def __init__(

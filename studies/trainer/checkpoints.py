@@ -58,7 +58,7 @@ def newest(folder: Path) -> Path | None:
     Newer ones that are damaged are named with what is wrong, and set aside.
 
     Raises:
-        SystemExit: There are checkpoints and all are damaged. Whether to begin anew is for a person to decide.
+        SystemExit: there are checkpoints and all are damaged. Whether to begin anew is for a person to decide.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(on_first_rank(lambda: checkpoints(folder))):

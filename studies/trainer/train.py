@@ -75,8 +75,7 @@ from wlb.torch.pipeline import (
     pipeline_step,
     stages_of_rank,
 )
-from wlb.torch.timing import StepTimer
-from wlb.torch.tracker import CostTracker
+from wlb.torch.timing import CostTracker, StepTimer
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
@@ -486,11 +485,11 @@ def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict
                 raise SystemExit("--delay-price or --max-mean-delay: give one of them")
             tuned |= {"max_mean_delay": settings.max_mean_delay, "max_step_cost": settings.max_step_cost}
             tuned |= {"max_early": settings.max_early}
-            price = wlb.tune_delay_price(pieces, **tuned).delay_price
+            price = wlb.tune(pieces, **tuned).delay_price
         return {"release": "adaptive", "delay_price": price, "max_step_cost": settings.max_step_cost}
     thresholds = settings.threshold
     if settings.queues and not thresholds:
-        thresholds = wlb.tune_outlier_thresholds(pieces, num_queues=settings.queues, **tuned).thresholds
+        thresholds = wlb.tune(pieces, num_queues=settings.queues, **tuned).thresholds
     return {"outlier_thresholds": thresholds}
 
 

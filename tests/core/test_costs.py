@@ -48,38 +48,6 @@ def test_memory_is_a_column_with_a_limit() -> None:
     assert len(wlb.pack([10] * 6, num_micro_batches=None, limits=[np.inf, 5.0], **options)) == 4
 
 
-GOOD = np.ones((3, 2))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "argument", "index", "message"),
-    [
-        ({"costs": [1.0, -1.0, 1.0]}, "costs", 1, r"costs\[1\] = -1"),
-        ({"costs": np.where(np.arange(6).reshape(3, 2) == 5, np.nan, 1.0)}, "costs", (2, 1), r"costs\[2, 1\] = NaN"),
-        ({"costs": [1.0, np.inf, 1.0]}, "costs", 1, "finite"),
-        ({"costs": [1.0, 1.0]}, "costs", None, "costs has 2 entries, but lengths has 3"),
-        ({"costs": np.ones((3, 2, 1))}, "costs", None, "dimension"),
-        ({"costs": np.ones((3, 0))}, "columns of costs", None, "from 1 to"),
-        ({"costs": ["a", "b", "c"]}, "costs", None, "real numbers"),
-        ({"costs": [0.0, 0.0, 0.0]}, "costs", None, "is 0 for every document"),
-        ({"costs": np.array([[1.0, 0.0]] * 3)}, "costs", None, r"costs\[:, 1\]"),
-        ({"costs": GOOD, "limits": [1.0]}, "limits", None, "2"),
-        ({"costs": GOOD, "limits": [1.0, 1.0]}, "limits", None, "takes time"),
-        ({"costs": GOOD, "limits": [np.inf, -1.0]}, "limits", 1, "above 0"),
-        ({"costs": GOOD, "limits": [np.inf, 0.5]}, "costs", (0, 1), "exceeds the limit"),
-        ({"costs": GOOD, "limits": [np.inf, 3.0], "method": "original"}, "limits", None, "original"),
-        ({"costs": GOOD, "method": "fixed_length"}, "method", None, "lengths alone"),
-        ({"costs": GOOD, "cost_model": wlb.CostModel(attention=1.0, linear=1.0)}, "costs", None, "one of the two"),
-        ({"cost_model": wlb.CostModel(attention=1.0, linear=1.0), "limits": [1.0]}, "limits", None, "pass costs"),
-        ({}, "cost_model", None, "missing"),
-    ],
-)
-def test_bad_costs_are_named(arguments: dict[str, Any], argument: str, index: Any, message: str) -> None:
-    with pytest.raises(wlb.WlbError, match=message) as caught:
-        wlb.pack([5, 6, 7], num_micro_batches=2, max_tokens=100, **arguments)
-    assert (caught.value.argument, caught.value.index) == (argument, index)
-
-
 def test_an_assignment_made_elsewhere_is_scored_alike() -> None:
     costs = np.array([[1.0, 5.0], [2.0, 0.0], [3.0, 1.0]])
     packing = wlb.Packing.from_assignment([1, 1, 1], [0, 1, 0], num_micro_batches=2, max_tokens=10, costs=costs)

@@ -28,8 +28,8 @@ TAKES_LENGTHS: dict[str, Callable[[Any], Any]] = {
     "shard": lambda lengths: wlb.shard(lengths, cp_size=2),
     "batch_offsets": lambda lengths: wlb.batch_offsets(lengths, tokens_per_batch=50),
     "split_documents": lambda lengths: wlb.split_documents(lengths, max_document_tokens=50),
-    "tune": lambda lengths: wlb.tune_outlier_thresholds(lengths, **SIZES),
-    "tune_price": lambda lengths: wlb.tune_delay_price(lengths, **SIZES),
+    "tune": lambda lengths: wlb.tune(lengths, num_queues=2, **SIZES),
+    "tune_price": lambda lengths: wlb.tune(lengths, **SIZES),
     "from_assignment": lambda lengths: wlb.Packing.from_assignment(lengths, [0, 0, 0], **SIZES),
 }
 
@@ -71,6 +71,18 @@ BAD_WHOLES: dict[str, Any] = {
     "masked": np.ma.array([5, 6, 7], mask=[False, True, False]),
     "structured": np.array([(1, 2)], dtype=[("a", "i4"), ("b", "i4")]),
     "function": len,
+    "generator": (n for n in (5, 6)),
+    "map": map(int, "56"),
+}
+
+# What people pass by mistake, and the words of the error that mend it.
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "generator": ((n for n in (5, 6)), "list(x)"),
+    "mapping": ({"a": 5}, "list(x.values())"),
+    "tokens of documents": ([[5, 6], [7]], "[len(x) for x in ...]"),
+    "equally many tokens": ([[5, 6], [7, 8]], "[len(x) for x in ...]"),
+    "texts": (["one text", "another"], "not a text"),
+    "cu_seqlens": (np.array([0, 5, 11], np.int32), "np.diff(cu_seqlens)"),
 }
 
 
@@ -94,6 +106,23 @@ def test_what_is_no_list_of_lengths(function: str, case: str) -> None:
         TAKES_LENGTHS[function](BAD_WHOLES[case])
     assert raised.value.argument == "lengths"
     assert "lengths" in str(raised.value)
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_the_error_of_a_common_mistake_mends_it(case: str) -> None:
+    lengths, remedy = MISTAKES[case]
+    with pytest.raises(wlb.WlbError) as raised:
+        wlb.shard(lengths, cp_size=2)
+    assert raised.value.argument == "lengths"
+    assert remedy in str(raised.value)
+
+
+def test_a_model_or_its_name_is_no_cost_model() -> None:
+    model = wlb.ModelConfig.preset("llama2-7b")
+    for given, remedy in ((model, ".cost_model()"), ("llama2-7b", "ModelConfig.preset")):
+        with pytest.raises(TypeError) as raised:
+            wlb.pack([5], **SIZES | {"cost_model": given})
+        assert remedy in str(raised.value)
 
 
 @pytest.mark.parametrize("function", TAKES_LENGTHS)
@@ -201,11 +230,11 @@ def split_by_packer(lengths: list[int], max_document_tokens: int) -> wlb.Packing
 
 
 def tune(**arguments: Any) -> wlb.TuneResult:
-    return wlb.tune_outlier_thresholds(LENGTHS, **arguments)
+    return wlb.tune(LENGTHS, **({"num_queues": 2} | arguments))
 
 
 def tune_price(**arguments: Any) -> wlb.TuneResult:
-    return wlb.tune_delay_price(LENGTHS, **arguments)
+    return wlb.tune(LENGTHS, **arguments)
 
 
 def tables(**arguments: Any) -> wlb.CostModel:
@@ -282,7 +311,12 @@ BAD_ARGUMENTS: list[tuple[Callable[..., Any], dict[str, Any], str, list[Any]]] =
     (wlb.pack(LENGTHS, **SIZES).deal, {}, "dp_size", [*NO_SIZE, 3, 4]),
     (lambda **kw: wlb.batch_offsets(LENGTHS, **kw), {}, "tokens_per_batch", NO_SIZE),
     (lambda **kw: wlb.split_documents(LENGTHS, **kw), {}, "max_document_tokens", NO_SIZE),
-    (tune, SIZES, "num_queues", [-1, 2**63, 2**100, 1.5, "2"]),
+    (tune, SIZES, "num_queues", [-1, 5, 2**63, 2**100, 1.5, "2"]),
+    (tune, SIZES, "max_step_cost", [1.5]),
+    (tune, SIZES, "max_early", [2]),
+    (tune, SIZES, "limits", [[1.0]]),
+    (tune_price, SIZES, "max_early", [-1, 1025]),
+    (tune_price, SIZES, "limits", [[1.0]]),
     (tune, SIZES, "max_mean_delay", [-1.0, NAN, 10**400, True]),
     (tune, SIZES, "tokens_per_batch", NO_SIZE),
     (tune, SIZES, "max_delay", [-1, 1.5]),

@@ -146,11 +146,3 @@ def test_a_document_is_too_long_for_what_was_given(options: dict[str, Any], limi
         packer(**{"max_document_tokens": None, **options}).push([10, 4000])
     assert str(caught.value) == f'lengths[1] = 4000 exceeds {limit}; oversize="split" or "truncate" accepts it'
     assert (caught.value.argument, caught.value.index, caught.value.value) == ("lengths", 1, 4000)
-
-
-@pytest.mark.parametrize("sizes", [{"token_buckets": (1024, 4096)}, {"multiple_of_tokens": 2000}], ids=str)
-def test_a_context_that_no_size_holds_is_named(sizes: dict[str, Any]) -> None:
-    message = r"max_document_tokens = 2048: is more than the largest size of a micro-batch \(token_buckets, "
-    with pytest.raises(wlb.WlbError, match=message) as caught:
-        packer(**sizes)
-    assert (caught.value.argument, caught.value.value) == ("max_document_tokens", 2048)

@@ -66,23 +66,6 @@ def test_the_faces_of_a_packing_agree(options: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_micro_batches": 4, "multiple_of": 2}, "multiple_of: a multiple other than 1 needs"),
-        ({"num_micro_batches": None, "multiple_of": 0}, "multiple_of = 0: must be from 1"),
-        ({"num_micro_batches": None, "global_batches": 2}, "global_batches: other than 1 need num_micro_batches"),
-        ({"num_micro_batches": None, "multiple_of": 1 << 20, "max_tokens": 3}, "num_micro_batches = 2097152"),
-    ],
-)
-def test_a_whole_batch_names_what_is_wrong(options: Any, message: str) -> None:
-    options = {"max_tokens": 1 << 20, "cost_model": COST} | options
-    with pytest.raises(wlb.WlbError, match=message):
-        wlb.pack(
-            np.full((1 << 20) + 1, 3), method="fixed_length" if "global_batches" in options else "var_length", **options
-        )
-
-
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_a_plan_for_ranks_keeps_what_it_promises(sync: Any) -> None:
     arguments: dict[str, Any] = {"num_micro_batches": None, "max_tokens": 100, "cost_model": COST, "dp_size": 3}
@@ -149,31 +132,6 @@ def test_batches_with_every_option_keep_what_they_promise() -> None:
     assert planned > cases / 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sync": "step"}, "sync: needs dp_size"),
-        ({"groups": [1, 1, 2, 2]}, "groups: needs dp_size"),
-        ({"equal_documents": True}, "equal_documents: needs dp_size"),
-        ({"dp_size": 0}, "dp_size = 0: must be from 1"),
-        ({"dp_size": -1}, "dp_size = -1: must be from 1"),
-        ({"dp_size": 2, "sync": "rounds"}, 'sync = "rounds": must be one of "step", "micro_batch"'),
-        ({"dp_size": 2, "groups": [1, 2]}, "groups has 2 entries, but lengths has 4"),
-        ({"dp_size": 2, "groups": [1, 1, 1, 2], "equal_documents": True}, "equal_documents: found no way"),
-        ({"dp_size": 2, "method": "original"}, "method: dp_size and max_documents need"),
-        ({"dp_size": 2, "leftover": "return"}, 'leftover: "return" goes without dp_size'),
-        ({"dp_size": 2, "num_micro_batches": 3}, "dp_size = 2: does not divide the 3 micro-batches"),
-        ({"dp_size": 2, "num_micro_batches": 2, "max_tokens": 45}, "num_micro_batches: found no plan"),
-        ({"dp_size": 2, "cost_model": None, "costs": [[1, 2]] * 4}, "costs: dp_size and max_documents take one column"),
-        ({"max_documents": 0}, "max_documents = 0: must be from 1"),
-    ],
-)
-def test_a_plan_for_ranks_names_what_is_wrong(options: Any, message: str) -> None:
-    options = {"num_micro_batches": None, "max_tokens": 60, "cost_model": COST} | options
-    with pytest.raises(wlb.WlbError, match=message):
-        wlb.pack([10, 20, 30, 40], **options)
-
-
 def test_padding_counts_against_max_tokens() -> None:
     arguments: dict[str, Any] = {"num_micro_batches": None, "max_tokens": 100, "cost_model": COST}
     packing = wlb.pack(LENGTHS, **arguments, multiple_of_tokens=16)
@@ -182,21 +140,6 @@ def test_padding_counts_against_max_tokens() -> None:
     packing = wlb.pack(LENGTHS, **arguments, multiple_of_tokens=2, token_buckets=[60, 92, 120])
     assert packing.max_tokens == 92
     assert packing.padded_tokens.tolist() == [60 if tokens <= 60 else 92 for tokens in packing.tokens.tolist()]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"multiple_of_tokens": 0}, "multiple_of_tokens = 0: must be from 1"),
-        ({"multiple_of_tokens": 128}, "max_tokens = 100: must be from 128"),
-        ({"token_buckets": [64, 32]}, r"token_buckets\[1\] = 32: must be above 0, and above the size before it"),
-        ({"token_buckets": [48], "multiple_of_tokens": 32}, r"token_buckets\[0\] = 48: must be a multiple of"),
-        ({"token_buckets": [128]}, "max_tokens = 100: must be from 128"),
-    ],
-)
-def test_padding_names_what_is_wrong(options: Any, message: str) -> None:
-    with pytest.raises(wlb.WlbError, match=message):
-        wlb.pack([10, 90], num_micro_batches=2, max_tokens=100, cost_model=COST, **options)
 
 
 @pytest.mark.parametrize("way", [{}, {"num_micro_batches": None}, {"dp_size": 2}], ids=str)

@@ -33,13 +33,12 @@ POINT_FIELDS = [
 LEAST_SAVED = 0.01
 
 
-@pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
-def test_the_default_limit_of_the_delay_is_the_cores(tune: Any) -> None:
-    assert inspect.signature(tune).parameters["max_mean_delay"].default == MAX_MEAN_DELAY
+def test_the_default_limit_of_the_delay_is_the_cores() -> None:
+    assert inspect.signature(wlb.tune).parameters["max_mean_delay"].default == MAX_MEAN_DELAY
 
 
-@pytest.mark.parametrize("tune", [wlb.tune_outlier_thresholds, wlb.tune_delay_price])
-def test_a_signal_ends_the_search_between_two_candidates(tune: Any) -> None:
+@pytest.mark.parametrize("num_queues", [None, 2])
+def test_a_signal_ends_the_search_between_two_candidates(num_queues: int | None) -> None:
     class Stop(Exception):
         pass
 
@@ -53,7 +52,7 @@ def test_a_signal_ends_the_search_between_two_candidates(tune: Any) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.05)
         began = time.process_time()
         with pytest.raises(Stop):
-            tune(lengths, num_micro_batches=16, max_tokens=200_000, max_document_tokens=131072, cost_model=cost)
+            wlb.tune(lengths, num_micro_batches=16, max_tokens=200_000, cost_model=cost, num_queues=num_queues)
         took = time.process_time() - began
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -102,10 +101,7 @@ def test_points_of_ranks_are_what_the_packer_does(
 ) -> None:
     packing: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 220, "cost_model": cost, **shape}
     arguments: dict[str, Any] = {"max_mean_delay": 0.2, "tokens_per_batch": 400}
-    tune: Any = wlb.tune_delay_price
-    if num_queues is not None:
-        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
-    result = tune(lengths, **packing, **arguments)
+    result = wlb.tune(lengths, num_queues=num_queues, **packing, **arguments)
     for point in [result.best, *result.pareto]:
         figures, lost_time = measure(lengths, 400, packing, point.delay_price, point.thresholds)
         assert [getattr(point, name) for name in POINT_FIELDS] == figures
@@ -139,7 +135,7 @@ def test_a_price_is_judged_on_other_documents(
     }
     orders = [reordered(corpus[:3000], order) for order in (1, 2, 3)]
     for limit in (0.2, 0.6, 5.0):
-        result = wlb.tune_delay_price(corpus[:3000], **packing, tokens_per_batch=tokens_per_batch, max_mean_delay=limit)
+        result = wlb.tune(corpus[:3000], **packing, tokens_per_batch=tokens_per_batch, max_mean_delay=limit)
         default, *others = result.judged
         assert default.delay_price == 0.03
         assert all(point.delay_mean <= limit for point in others)
@@ -175,7 +171,7 @@ def test_the_default_is_kept_where_it_is_as_good() -> None:
     """Equal documents are level at any price: 208, 104 of each half, are whole global batches."""
     packing: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 150, "max_document_tokens": 100}
     cost = wlb.CostModel(attention=1.0, linear=10.0)
-    result = wlb.tune_delay_price([100] * 208, **packing, cost_model=cost, tokens_per_batch=400)
+    result = wlb.tune([100] * 208, **packing, cost_model=cost, tokens_per_batch=400)
     assert result.delay_price == 0.03
     assert result.best.lost_time == result.best.held_out_lost_time == 1.0
 
@@ -191,7 +187,7 @@ def test_a_gain_that_only_some_documents_show_is_not_enough() -> None:
     lengths = np.where(odd, 50, np.where(long, rng.integers(250, 501, 1000), rng.integers(1, 62, 1000)))
     packing: dict[str, Any] = {"num_micro_batches": 4, "max_tokens": 750, "max_document_tokens": 500}
     cost = wlb.CostModel(attention=1.0, linear=50.0)
-    result = wlb.tune_delay_price(lengths, **packing, cost_model=cost, tokens_per_batch=2000, max_mean_delay=5.0)
+    result = wlb.tune(lengths, **packing, cost_model=cost, tokens_per_batch=2000, max_mean_delay=5.0)
     assert result.delay_price == 0.03
     figures = [point.lost_time for point in result.judged]
     assert min(figures) <= figures[0] - LEAST_SAVED, "on all documents in their own order another is better"
@@ -202,15 +198,15 @@ def test_a_price_for_any_limit(corpus: NDArray[Any], llama_cost: wlb.CostModel) 
     packing: dict[str, Any] = {"num_micro_batches": 8, "max_tokens": 200_000, "cost_model": llama_cost}
     arguments: dict[str, Any] = {"tokens_per_batch": 1_000_000, "max_document_tokens": 131_072}
     lengths = corpus[:4000]
-    never = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=0)
+    never = wlb.tune(lengths, **packing, **arguments, max_mean_delay=0)
     assert (never.best.delay_mean, never.best.delay_max) == (0, 0)
     balance = never.best.imbalance_mean
     whole = packing | {"max_document_tokens": 131_072}
     coarse = [measure(lengths, 1_000_000, whole, 8 / 1.5**step)[0] for step in range(23)]
     gains: list[float] = []
     for limit in (0.01, 0.05, 0.2, 0.5):  # the first is below the delay of any coarse price
-        result = wlb.tune_delay_price(lengths, **packing, **arguments, max_mean_delay=limit)
-        queued = wlb.tune_outlier_thresholds(lengths, **packing, **arguments, max_mean_delay=limit)
+        result = wlb.tune(lengths, **packing, **arguments, max_mean_delay=limit)
+        queued = wlb.tune(lengths, **packing, **arguments, max_mean_delay=limit, num_queues=2)
         assert 0.5 * limit < result.best.delay_mean <= limit
         assert result.best.imbalance_mean < min(balance, queued.best.imbalance_mean), "queues wait longer for less"
         balance = result.best.imbalance_mean
@@ -231,14 +227,14 @@ def test_at_no_delay_nothing_waits_that_finds_room() -> None:
     for price, placed in ((0.1, [1, 0, 1, -1]), (1e6, [1, 0, 1, 0])):
         packer = wlb.Packer(release="adaptive", delay_price=price, **packing)
         assert packer.push(push).assignment.tolist() == placed
-    result = wlb.tune_delay_price(push * 40, **packing, tokens_per_batch=100, max_mean_delay=0.0)
+    result = wlb.tune(push * 40, **packing, tokens_per_batch=100, max_mean_delay=0.0)
     assert (result.best.delay_mean, result.best.delay_max) == (0, 0)
 
 
 def test_nothing_to_tune_on(llama_cost: wlb.CostModel) -> None:
-    for tune in (wlb.tune_outlier_thresholds, wlb.tune_delay_price):
+    for num_queues in (None, 2):
         with pytest.raises(wlb.WlbError) as raised:
-            tune([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost)
+            wlb.tune([], num_micro_batches=2, max_tokens=10, cost_model=llama_cost, num_queues=num_queues)
         assert raised.value.argument == "lengths"
 
 
@@ -259,13 +255,9 @@ def test_points_are_what_the_packer_does_by_costs_of_documents(
     packing: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220}
     limits = [np.inf] * columns
     arguments: dict[str, Any] = {"costs": costs, "tokens_per_batch": 400, "max_mean_delay": 1.0}
-    tune: Any = wlb.tune_delay_price
-    if num_queues is not None:
-        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
-        if limited and columns > 1:
-            limits[-1] = 1500.0
-        arguments["limits"] = limits
-    result = tune(lengths, **packing, **arguments)
+    if limited and columns > 1:
+        limits[-1] = 1500.0
+    result = wlb.tune(lengths, num_queues=num_queues, limits=limits, **packing, **arguments)
 
     documents, _, pieces = wlb.split_documents(lengths, max_document_tokens=220)
     arriving = costs[documents] * (pieces / np.asarray(lengths)[documents])[:, None]
@@ -301,7 +293,7 @@ def test_points_are_what_a_reader_does_that_takes_documents_early(
     lengths: list[int], cost: wlb.CostModel, max_early: int, tokens_per_batch: int
 ) -> None:
     packing: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220, "cost_model": cost}
-    result = wlb.tune_delay_price(lengths, **packing, tokens_per_batch=tokens_per_batch, max_early=max_early)
+    result = wlb.tune(lengths, **packing, tokens_per_batch=tokens_per_batch, max_early=max_early)
     for point in [result.best, *result.pareto]:
         figures, lost_time = measure(lengths, tokens_per_batch, packing, point.delay_price, max_early=max_early)
         assert [getattr(point, name) for name in POINT_FIELDS] == figures
@@ -324,26 +316,12 @@ def test_whole_documents_come_early_and_pieces_do_not(corpus: NDArray[np.int64])
         "max_mean_delay": 1.0,
     }
     whole, in_turn = (
-        wlb.tune_delay_price(corpus[:1500], max_document_tokens=131072, max_early=early, **packing) for early in (4, 0)
+        wlb.tune(corpus[:1500], max_document_tokens=131072, max_early=early, **packing) for early in (4, 0)
     )
     assert [fields(point) for point in whole.pareto] != [fields(point) for point in in_turn.pareto]
     cut = np.maximum(corpus[:300], 2001)  # each longer than a document may be
-    pieces, in_turn = (
-        wlb.tune_delay_price(cut, max_document_tokens=2000, max_early=early, **packing) for early in (4, 0)
-    )
+    pieces, in_turn = (wlb.tune(cut, max_document_tokens=2000, max_early=early, **packing) for early in (4, 0))
     assert [fields(point) for point in pieces.pareto] == [fields(point) for point in in_turn.pareto]
-
-
-@pytest.mark.parametrize("max_early", [-1, 1025])
-def test_how_early_documents_come_is_bounded(max_early: int) -> None:
-    shape: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 10}
-    with pytest.raises(wlb.WlbError, match="from 0 to 1024") as raised:
-        wlb.tune_delay_price(
-            [3, 4, 5], cost_model=wlb.CostModel(attention=1.0, linear=1.0), max_early=max_early, **shape
-        )
-    assert (raised.value.argument, raised.value.value) == ("max_early", max_early)
-    with pytest.raises(wlb.WlbError, match="max_early: needs a cost model"):
-        wlb.tune_delay_price([3, 4, 5], costs=[1.0, 2.0, 3.0], max_early=2, **shape)
 
 
 @given(
@@ -353,58 +331,20 @@ def test_how_early_documents_come_is_bounded(max_early: int) -> None:
 )
 def test_costs_of_a_model_tune_like_the_model(lengths: list[int], cost: wlb.CostModel, num_queues: int | None) -> None:
     arguments: dict[str, Any] = {"num_micro_batches": 3, "max_tokens": 220, "tokens_per_batch": 400}
-    tune: Any = wlb.tune_delay_price
-    if num_queues is not None:
-        tune, arguments["num_queues"] = wlb.tune_outlier_thresholds, num_queues
-    by_model = tune(lengths, cost_model=cost, **arguments)
+    arguments["num_queues"] = num_queues
+    by_model = wlb.tune(lengths, cost_model=cost, **arguments)
     costs = cost.cost(lengths)
     if costs.any():
-        given = tune(lengths, costs=costs, **arguments)
+        given = wlb.tune(lengths, costs=costs, **arguments)
         assert fields(given.best) == fields(by_model.best)
         assert given.evaluated == by_model.evaluated
 
 
-@pytest.mark.parametrize(
-    ("arguments", "argument", "index", "said"),
-    [
-        ({"costs": [1.0, 2.0]}, "costs", None, "has 2 entries, but lengths has 3"),
-        ({"costs": [1.0, -2.0, 1.0]}, "costs", 1, "finite number, 0 or above"),
-        ({"costs": [1.0, np.nan, 1.0]}, "costs", 1, "finite number, 0 or above"),
-        ({"costs": [0.0, 0.0, 0.0]}, "costs", None, "is 0 for every document"),
-        ({"costs": [[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]}, "costs", None, r"costs\[:, 1\]: is 0 for every document"),
-        (
-            {"costs": [1.0, 2.0, 3.0], "cost_model": wlb.CostModel(attention=1.0, linear=1.0)},
-            "costs",
-            None,
-            "the place",
-        ),
-        ({}, "cost_model", None, "is missing"),
-    ],
-)
-def test_costs_that_make_no_sense_are_named(
-    arguments: dict[str, Any], argument: str, index: int | None, said: str
-) -> None:
-    tunes: list[Any] = [wlb.tune_outlier_thresholds, wlb.tune_delay_price]
-    several = np.ndim(arguments.get("costs")) == 2
-    for tune in tunes[:1] if several else tunes:
-        with pytest.raises(wlb.WlbError, match=said) as raised:
-            tune([3, 4, 5], num_micro_batches=2, max_tokens=10, **arguments)
-        assert (raised.value.argument, raised.value.index) == (argument, index)
+TWO = [[1.0, 8.0], [1.0, 2.0], [1.0, 2.0]]
 
 
-def test_limits_and_columns_that_tuning_cannot_weigh() -> None:
-    two = np.array([[1.0, 8.0], [1.0, 2.0], [1.0, 2.0]])
-    shape: dict[str, Any] = {"num_micro_batches": 2, "max_tokens": 10}
-    with pytest.raises(wlb.WlbError, match="exceeds the limit of its column") as raised:
-        wlb.tune_outlier_thresholds([10, 4, 5], costs=two, limits=[np.inf, 7.0], **shape)
-    assert raised.value.index == (0, 1)
-    wlb.tune_outlier_thresholds([10, 4, 5], costs=two, limits=[np.inf, 7.0], max_document_tokens=5, **shape)  # cut
-    with pytest.raises(wlb.WlbError, match="costs: have several columns"):
-        wlb.tune_delay_price([3, 4, 5], costs=two, **shape)
-    for told in ({"dp_size": 2}, {"max_documents": 3}):
-        with pytest.raises(wlb.WlbError, match="take one column") as raised:
-            wlb.tune_outlier_thresholds([3, 4, 5], costs=two, **told, **shape)
-        assert raised.value.argument == "costs"
-    model = wlb.CostModel(attention=1.0, linear=1.0)
-    with pytest.raises(wlb.WlbError, match="limits: limit columns of costs"):
-        wlb.tune_outlier_thresholds([3, 4, 5], cost_model=model, limits=[1.0], **shape)
+def test_a_document_over_a_limit_is_cut_below_it() -> None:
+    limits = [np.inf, 7.0]
+    wlb.tune(
+        [10, 4, 5], costs=TWO, limits=limits, num_queues=2, max_document_tokens=5, num_micro_batches=2, max_tokens=10
+    )

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from studies.paper.published import (
     Configuration,
 )
 from studies.paper.results import Row, holds_at, influence, row
+from studies.paper.statistics import Paired, student_cdf, student_quantile
 from studies.paper.study import METHODS, ceiling, even, run
 from tests.profiles import profile
 
@@ -215,6 +217,36 @@ def test_figure_6_has_every_window_and_the_losses_of_the_record(made: dict[str, 
     )
     # docs/results/loss_curves.md, of the same record, over order of arrival: 5.042 for 8 batches and 5.017 for one.
     assert losses["8 batches"].ours == pytest.approx(5.042 / 5.017, abs=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("probability", "degrees", "t"),
+    [  # tables of Student's t; with 1 and 2 degrees of freedom it is written out below
+        (0.975, 4, 2.776445),
+        (0.95, 19, 1.729133),
+        (0.975, 19, 2.093024),
+        (0.995, 30, 2.749996),
+        (0.975, 200, 1.971896),
+    ],
+)
+def test_quantiles_of_students_t(probability: float, degrees: int, t: float) -> None:
+    assert student_quantile(probability, degrees) == pytest.approx(t, abs=1e-6)
+    assert student_quantile(1 - probability, degrees) == pytest.approx(-t, abs=1e-6)
+
+
+@pytest.mark.parametrize("t", [-7.0, -0.3, 0.0, 0.5, 3.0, 40.0])
+def test_students_t_where_it_has_a_formula(t: float) -> None:
+    assert student_cdf(t, 1) == pytest.approx(0.5 + math.atan(t) / math.pi, abs=1e-12)
+    assert student_cdf(t, 2) == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)), abs=1e-12)
+
+
+def test_paired_differences_by_hand() -> None:
+    reference = np.array([2.0, 4.0, 8.0, 5.0])  # seeds differ by more than the methods do
+    found = Paired.of(reference * [1.01, 1.02, 1.03, 1.02], reference)
+    assert found.mean == pytest.approx(0.02)
+    assert found.deviation == pytest.approx(math.sqrt(2e-4 / 3))
+    assert found.half_width() == pytest.approx(3.182446 * math.sqrt(2e-4 / 12))  # t of 0.975, 3 degrees of freedom
+    assert math.isnan(Paired.of([1.0], [2.0]).half_width())
 
 
 def test_what_lies_outside_the_bands_is_named(made: dict[str, Result]) -> None:

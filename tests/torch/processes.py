@@ -33,8 +33,12 @@ class RankFailed(RuntimeError):
         self.rank = rank
 
 
-def run(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run(
+    world_size: int, work: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, patience: float | None = None
+) -> list[Any]:
     """Calls `work(rank, *args)` in `world_size` processes of one gloo group; gives what each returned.
+
+    All together may take `timeout` seconds. Collectives wait for `patience` seconds, if that is given, else as long.
 
     The first failure ends all processes and is raised here. Returned values are pickled: no tensors that share memory,
     plain numbers and numpy arrays are best.
@@ -45,7 +49,7 @@ def run(world_size: int, work: Callable[..., Any], *args: Any, timeout: float = 
         processes = []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
-            arguments = (rank, world_size, Path(folder) / "store", timeout, writer, work, args)
+            arguments = (rank, world_size, Path(folder) / "store", patience or timeout, writer, work, args)
             process = context.Process(target=_main, args=arguments)
             process.start()
             writer.close()
@@ -84,7 +88,7 @@ def _main(
     rank: int,
     world_size: int,
     store: Path,
-    timeout: float,
+    patience: float,
     writer: Connection,
     work: Callable[..., Any],
     args: tuple[Any, ...],
@@ -99,7 +103,7 @@ def _main(
             store=dist.FileStore(str(store), world_size),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=patience),
         )
         result = work(rank, *args)
         dist.barrier()

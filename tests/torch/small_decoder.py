@@ -44,13 +44,15 @@ class Block(nn.Module):
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
     angles = positions[:, None, None] / 50.0 ** torch.linspace(0, 1, x.shape[2] // 2)
     first, second = x.chunk(2, -1)
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+    turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+    return torch.cat(turned, -1).to(x.dtype)
 
 
 class Decoder(nn.Module):
     """All of it, or a stage.
 
-    `own` makes positions from the number of tokens that it gets, as models do that were not told any.
+    `own` makes positions from the number of tokens that it gets, as models do that were not told any. `along` is a
+    layer over the whole row, given its values and positions; `std` the deviation of all weights.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Decoder(nn.Module):
         tied: bool = False,
         transport: str = "all_gather",
         depth: int = 0,
+        std: float = 0.0,
+        along: Any = None,
         **block: Any,
     ) -> None:
         super().__init__()
@@ -77,10 +81,16 @@ class Decoder(nn.Module):
         torch.manual_seed(seed + 1 + stage)
         self.blocks = nn.ModuleList(Block(**block) for _ in range(depth or 3 - num_stages))
         self.head = nn.Linear(WIDTH, WORDS) if self.is_last and not tied else None
+        self.along = along() if along is not None and self.is_first else None
+        if std:
+            for parameter in self.parameters():
+                nn.init.normal_(parameter, std=std)
 
     def forward(self, x: Tensor, positions: Tensor, shard: wlb.Shard, group: Any = None) -> Tensor:
         positions = torch.arange(x.shape[0]) if self.own else positions
         x = self.embedding(x) + self.places(positions) if self.is_first else x
+        if self.along is not None:
+            x = self.along(x, positions)
         for block in self.blocks:
             x = block(x, positions, shard, group, self.transport)
         if not self.is_last:

@@ -159,3 +159,22 @@ def dynamic(rank: int, odd: bool) -> str:
 def test_groups_of_dynamic_plans_are_compared(odd: bool) -> None:
     messages = processes.run(2, dynamic, odd)
     assert len(set(messages)) == 1
+
+
+def test_one_process_agrees_with_itself_and_its_steps_have_no_other_ranks() -> None:
+    plan = plan_of([5, 6, 7])
+    check_agreement(plan)
+    check_agreement(wt.Step(0, 0, plan, np.arange(2), [None, None]))
+    with pytest.raises(wlb.WlbError) as raised:
+        check_agreement(wt.Step(0, 0, plan, np.arange(1), [None]))
+    assert raised.value.argument == "group"
+
+
+def test_a_step_prints_alike_in_every_process() -> None:
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=COST, release="fifo")
+    sampler = wt.BalancedBatchSampler([5, 6, 7], packer=packer, dp_rank=0, dp_size=1, tokens_per_batch=18)
+    (step,) = wt.StepLoader(
+        DataLoader(wt.Documents([[1] * n for n in (5, 6, 7)]), batch_sampler=sampler, collate_fn=len)
+    )
+    assert step.snapshot is not None
+    assert " at 0x" not in repr(step)

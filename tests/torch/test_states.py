@@ -35,6 +35,7 @@ from wlb.torch.data import (
     StepLoader,
     collate,
 )
+from wlb.torch.data.content import fingerprint
 
 RNG = np.random.default_rng(7)
 LENGTHS = np.where(RNG.random(120) < 0.85, RNG.integers(1, 20, 120), RNG.integers(30, 90, 120))
@@ -326,12 +327,14 @@ def test_the_chain_goes_on_under_another_configuration() -> None:
 def test_the_chain_goes_on_from_inside_a_step() -> None:
     plain = [step.snapshot.digest for step in step_loader()]  # type: ignore[union-attr]
     of = sampler()
+    of.reader.know(fingerprint(Documents(DATA)))  # as the loader of steps does
     batches = iter(of)
     for _ in range(4 * 3 + 1):
         next(batches)
     state = of.state_dict()
     assert state["micro_batches"] == 1
     again = sampler()
+    again.reader.know(fingerprint(Documents(DATA)))
     again.load_state_dict(state)
     rest = iter(again)
     for _ in range(3):

@@ -312,6 +312,7 @@ def train(rank: int, folder: Path, kill: tuple[int, int, bool]) -> Micro:
     return micro
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_killed_and_resumed(size: int, tmp_path: Path) -> None:
     expected = alone()

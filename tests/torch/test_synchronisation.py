@@ -24,8 +24,8 @@ import wlb.torch as wt
 from benches import attention as bench
 from tests.torch import processes
 from tests.torch.upstream import UPSTREAM, bound
-from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.megatron.sharing import Sharing
+from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch import attention
 from wlb.torch.attention import kernels
 from wlb.torch.collectives import device_of, host_group
@@ -229,7 +229,7 @@ def on_the_host(rank: int) -> tuple[int, bool, int | None, str | None]:
         cost_model=wlb.CostModel(attention=1.0, linear=1.0),
         group=dist.group.WORLD,
     )
-    _, labels = next(labelled_steps(loader, group=group))
+    _, labels = next(steps_with_labels(loader, group=group))
     one = dist.new_group([rank], use_local_synchronization=True)
     assert one is not None
     header = Sharing[str](tp=group, pp=one, device=torch.device("cuda")).header("known" if rank == 0 else None)

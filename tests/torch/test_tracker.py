@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import wlb
 import wlb.torch as wt
 from tests.torch import processes
-from wlb.torch.timings import PlannedWork
+from wlb.torch.timing import PlannedWork
 
 RNG = np.random.default_rng(3)
 LENGTHS = np.minimum(60 + RNG.pareto(1.1, 4000) * 60, 2048).astype(int)
@@ -107,7 +107,6 @@ def test_a_wrong_start_is_learnt_away_on_all_ranks_alike() -> None:
     assert updates[0]["imbalance"] - updates[0]["believed"] > 0.01
     assert updates[-1]["imbalance"] - updates[-1]["believed"] < 0.01
     assert "tokens" in updates[0]["text"]
-    assert set(updates[0]["levels"]) == {"dp"}
 
 
 def loader(cost_model: wlb.CostModel) -> wt.StepLoader[Any]:
@@ -168,27 +167,23 @@ def test_times_that_say_nothing_give_no_costs() -> None:
     assert all(update.problem and update.cost_model is None for update in tracker.updates)
 
 
-def _levels(rank: int) -> dict[str, Any]:
-    """Two replicas of two context-parallel ranks; replica 1 is slower, and of each the first rank."""
+def _shared(rank: int) -> list[float]:
+    """Two replicas of two context-parallel ranks, of which the first is a tenth slower."""
     mesh = wt.build_mesh(dp=2, cp=2, device_type="cpu")
     packer = a_packer(TRUTH)
-    slow = (1.2 if rank >= 2 else 1.0) * (1.1 if rank % 2 == 0 else 1.0)
+    slow = 1.1 if mesh["cp"].get_local_rank() == 0 else 1.0
     tracker = wt.CostTracker(TRUTH, every=10, mesh=mesh, timer=KnownTimes(TRUTH, slow=slow))
     for number in range(20):
         step = pushed(packer, number)
         tracker.step(dataclasses.replace(step, indices=np.arange(4)[mesh["dp"].get_local_rank() :: 2]))
-    return dataclasses.asdict(tracker.updates[-1])["levels"]  # type: ignore[no-any-return]
+    fit = tracker.updates[-1].fit
+    assert fit is not None
+    return (fit.cost_model.cost([256, 1024, 2048]) / TRUTH.cost([256, 1024, 2048])).tolist()
 
 
-def test_what_a_rank_is_slower_by_is_told_by_level() -> None:
-    everyone = processes.run(4, _levels)
-    assert all(levels == everyone[0] for levels in everyone)
-    levels = everyone[0]
-    assert set(levels) == {"dp", "cp"}
-    assert (levels["dp"]["slowest"], levels["cp"]["slowest"]) == (1, 0)
-    assert levels["dp"]["residual"] == pytest.approx(1.2 / 1.1 - 1, abs=0.02)
-    assert levels["cp"]["residual"] == pytest.approx(1.1 / 1.05 - 1, abs=1e-6)
-    assert abs(levels["cp"]["drift"]) < 1e-6
+def test_the_slowest_of_the_ranks_that_share_a_micro_batch_counts() -> None:
+    for ratios in processes.run(4, _shared):
+        assert ratios == pytest.approx([1.1] * 3, rel=1e-6)
 
 
 def _differ(rank: int, what: str) -> str:
@@ -284,8 +279,6 @@ def test_dynamic_plans_are_learnt_too() -> None:
     assert updates == same
     first = updates[0]
     assert first["imbalance"] - first["believed"] > 0.01
-    assert first["levels"]["dp"]["slowest"] == 1
-    assert set(first["levels"]) == {"dp"}
     # What ranks exchange is no cost, and pairs and tokens are shared: these are costs of a document on one rank. One of
     # the two ranks is a tenth slower, and groups of both wait for it.
     learnt = wlb.CostModel.from_json(latest)

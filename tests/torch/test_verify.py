@@ -160,12 +160,14 @@ def new_loader() -> Any:
 
 @pytest.mark.parametrize(("names", "ranks"), [(["plain"], 1), ([*RIGHT], 2)])
 def test_what_is_right_is_proved_and_left_as_it_was(names: list[str], ranks: int) -> None:
-    lines = ["documents", "mode", "loss", "gradient", "evaluation", "resume"]
+    lines = ["documents", "mode", "others", "halves", "company", "ranks", "evaluation", "resume"]
     for found in processes.run(ranks, proved, names):
         for name, (table, untouched) in found.items():
             assert untouched, name
             replicas = ranks > 1 and "fsdp" not in name
-            expected = [*lines[:1], "weights", *lines[1:]] if replicas else lines
+            expected = [*lines[:1], "weights", *lines[1:]] if replicas else [*lines]
+            if name == "bfloat16":
+                expected.insert(-2, "precision")
             assert [line.split()[0] for line in table.splitlines()[1:]] == expected, name
             assert "wrong" not in table, name
 
@@ -303,41 +305,26 @@ def fetched_ahead() -> None:
     wt.verify(llama(), first_step(), loader=Prefetching, save=save)
 
 
+SEE = "see each other"
 TRAPS: dict[str, tuple[Callable[[], None], str, str]] = {
     "DDP's division": (lambda: stepped(ddp), "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
-    "fully_shard's mean": (
-        lambda: stepped(fsdp2),
-        "model",
-        "has 0.5 times the gradient .* averaged over 2 ranks",
-    ),
+    "fully_shard's mean": (lambda: stepped(fsdp2), "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
     "FSDP's mean": (lambda: stepped(fsdp1), "model", "has 0.5 times the gradient .* averaged over 2 ranks"),
     "not exchanged": (lambda: stepped(llama), "model", "another gradient on each rank"),
     "accumulation": (lambda: stepped(ddp, scale=2 / 4), "model", "has 0.25 times the gradient"),
-    "use_cache": (lambda: stepped(ddp, cached, scale=2), "model", "see each other.*use_cache=False"),
-    "attention_mask": (lambda: stepped(ddp, masked, scale=2), "model", "see each other.*no attention_mask"),
-    "positions": (
-        lambda: stepped(ddp, unpositioned, scale=2),
-        "model",
-        "see each other.*position_ids that begin anew",
-    ),
+    "use_cache": (lambda: stepped(ddp, cached, scale=2), "model", f"{SEE}.*use_cache=False"),
+    "attention_mask": (lambda: stepped(ddp, masked, scale=2), "model", f"{SEE}.*no attention_mask"),
+    "positions": (lambda: stepped(ddp, unpositioned, scale=2), "model", f"{SEE}.*position_ids that begin anew"),
     "learned positions": (
         lambda: wt.verify(Positioned(), first_step()),  # type: ignore[dict-item]
         "model",
-        "is trained at other positions",
+        "trains something else where documents share a row",
     ),
     "convolution": (lambda: wt.verify(Convolved(), first_step()), "model", "It has Conv1d"),  # type: ignore[dict-item]
-    "labels shifted twice": (lambda: stepped(ddp, shifted_twice, scale=2), "model", "labels shifted twice"),
-    "labels of rows": (
-        lambda: counted_as(labels_of_a_row),
-        "model",
-        r"is divided by \d+ labels where \d+ are learnt.*last token of a piece",
-    ),
-    "labels before the shift": (
-        lambda: counted_as(labels_before_the_shift),
-        "model",
-        r"is divided by \d+ labels where \d+ are learnt.*before they are shifted",
-    ),
-    "mean of means": (mean_of_means, "model", "mean of the means"),
+    "labels shifted twice": (lambda: stepped(ddp, shifted_twice, scale=2), "model", "take the batch's labels"),
+    "labels of rows": (lambda: counted_as(labels_of_a_row), "model", "its halves|times the gradient of the mean"),
+    "labels before the shift": (lambda: counted_as(labels_before_the_shift), "model", "its halves|times the gradient"),
+    "mean of means": (mean_of_means, "model", "teaches other than its halves"),
     "evaluation": (evaluated_by_batches, "evaluate", "batches are weighed alike"),
     "wrapped twice": (wrapped_twice, "step", "wrapped twice"),
     "prefetching": (fetched_ahead, "loader", "goes on with (step 2|none) where step 1 was next"),
@@ -402,7 +389,7 @@ def test_the_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     wt.verify(Network(), first_step())
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["found", "expected", "apart", "allowed"]
-    assert len(table) == 5
+    assert len(table) == 7
 
 
 def test_a_timer_counts_no_micro_batch_of_it() -> None:
@@ -428,7 +415,7 @@ def by_rows(rank: int, names: list[str]) -> dict[str, str]:
         train = None if name == "right" else by_hand(model, rows, scale=1.0)
         try:
             proof = wt.verify(model, first_step(), train=train, alone="rows", group=group, report=None)
-            assert [check.name for check in proof.checks] == ["documents", "mode", "loss", "gradient"]
+            assert [check.name for check in proof.checks] == ["documents", "mode", "others", "halves", "company"]
             found[name] = ""
         except wlb.WlbError as wrong:
             found[name] = str(wrong)
@@ -455,7 +442,7 @@ def test_a_mean_of_means_is_named_where_only_gradients_show_it() -> None:
         return total
 
     # As coarse as bfloat16 the losses of an untrained model are alike.
-    with pytest.raises(wlb.WlbError, match="mean of the means of micro-batches"):
+    with pytest.raises(wlb.WlbError, match="teaches other than its halves"):
         wt.verify(model, first_step(), train=mean_of_means, dtype=torch.bfloat16, report=None)
 
 
@@ -540,11 +527,6 @@ def test_rows_that_are_filled_up_are_proved_and_padding_is_no_document() -> None
     assert "4 of 4" in str(proof)
 
 
-def test_a_coarser_dtype_allows_more() -> None:
-    plain, coarse = (wt.verify(llama(), first_step(), dtype=dtype, report=None) for dtype in (None, torch.bfloat16))
-    assert coarse.checks[1].allowed == 256 * plain.checks[1].allowed
-
-
 # --- what is not known ------------------------------------------------------------------------------------------------
 
 
@@ -559,7 +541,7 @@ def test_what_no_fault_explains_is_said_so() -> None:
             parameter.grad += 0.1 * parameter.detach()
         return loss
 
-    with pytest.raises(wlb.WlbError, match=r"has a gradient that is .*% off, and no known fault explains it"):
+    with pytest.raises(wlb.WlbError, match="model trains something else than its documents alone on one rank"):
         wt.verify(model, first_step(), train=decayed, report=None)
 
 
@@ -571,7 +553,7 @@ class Noisy(Network):
 
 
 def test_random_numbers_that_cannot_be_turned_off_are_named() -> None:
-    with pytest.raises(wlb.WlbError, match="has another gradient each time: it draws random numbers"):
+    with pytest.raises(wlb.WlbError, match=r"has another gradient each time.*draws random numbers"):
         wt.verify(Noisy(), first_step(), report=None)
 
 
@@ -585,7 +567,7 @@ def test_a_loss_alone_that_is_a_mean_of_means_is_named() -> None:
         losses = [nn.functional.cross_entropy(model(batch), batch.labels) for batch in batches]
         return torch.stack(losses).mean()
 
-    with pytest.raises(wlb.WlbError, match="mean of the means of micro-batches"):
+    with pytest.raises(wlb.WlbError, match="teaches other than its halves"):
         wt.verify(model, first_step(), train=reported, report=None)
 
 

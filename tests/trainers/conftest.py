@@ -35,7 +35,6 @@ PACKAGES = {
     "test_loggers.py": "tensorboard",
     "test_megatron_data.py": "megatron-core",
     "test_megatron_fillers.py": "megatron-core",
-    "test_megatron_packing.py": "megatron-core",
     "test_megatron_pretrain.py": "megatron-core",
     "test_megatron_resumes.py": "megatron-core",
     "test_megatron_training.py": "megatron-core",

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from tests.trainers.megatron_run import CONTEXT, VOCABULARY, Run, build, documents, initialize, of_page, on_cpu
-from tests.trainers.page import block
+from tests.trainers.page import UNREACHED, block
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("megatron.training", reason="Megatron-LM's sources are not there: make test-trainers gets them")
+    pytest.importorskip("megatron.training", reason=UNREACHED)
     from megatron.core.enums import ModelType
     from megatron.training import get_args, pretrain
     from megatron.training import initialize as megatron_initialize

@@ -110,7 +110,7 @@ def hybrid(rank: int, steps: int) -> tuple[list[float], list[list[tuple[int, ...
         mock.patch.object(data_schedule, "BalancedCPScheduler"),  # and puts theirs back
     ):
         warnings.simplefilter("ignore")
-        exec(block("BalancedCPScheduler", "dynamic_cp.md"), {})
+        exec(block("BalancedCPScheduler"), {})
         run = Run(dynamic_cp=True, config={"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16})
         initialize(run)
         model, optimizer = prepared(run)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+UNREACHED = "its repository is not here and could not be reached: make test-trainers clones it"
+"""Why a test is skipped that needs another project's repository; `make test-trainers` allows skips for this reason."""
+
 _BLOCK = re.compile(r"^```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -19,6 +19,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     Trainer,
@@ -45,6 +46,7 @@ from tests.trainers.small_corpus import (
 )
 from wlb.integrations.huggingface import MicroBatchCallback, balance, refusals
 from wlb.torch.data import Piece
+from wlb.torch.layers import longest_document
 
 STEPS = 20
 
@@ -155,10 +157,8 @@ def killed(rank: int, folder: Path) -> None:
     balanced(folder, dist.get_world_size(), callbacks=[Die()], save_strategy="steps", save_steps=7).train()
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long), (2, 1)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
 def test_a_killed_run_goes_on_bit_for_bit(before: int, after: int, tmp_path: Path) -> None:
     with pytest.raises(processes.RankFailed, match="died"):
         processes.run(before, killed, tmp_path)
@@ -210,6 +210,34 @@ def evaluate(rank: int, folder: Path) -> float:
 def test_evaluation_weighs_tokens_alike(ranks: int, tmp_path: Path) -> None:
     expected = mean_over_tokens(llama(), list(range(0, len(LENGTHS), 3)))
     assert processes.run(ranks, evaluate, tmp_path) == [pytest.approx(expected, rel=1e-5)] * ranks
+
+
+def dividing(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """A loss as people write it, which needs the number of labels."""
+    assert num_items_in_batch is not None
+    return torch.nn.functional.cross_entropy(outputs["logits"][0], labels[0], reduction="sum") / num_items_in_batch
+
+
+def shifted(outputs: Any, labels: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
+    """`dividing`, of next tokens."""
+    return dividing({"logits": outputs["logits"][:, :-1]}, labels[:, 1:], num_items_in_batch)
+
+
+WHOLE = [number for number in range(0, len(LENGTHS), 3) if LENGTHS[number] <= CONTEXT]
+
+
+def evaluate_own_loss(rank: int, folder: Path) -> float:
+    trainer = balanced(folder, dist.get_world_size())
+    trainer.eval_dataset = [documents()[number] for number in WHOLE]
+    trainer.compute_loss_func = shifted
+    loss: float = trainer.evaluate()["eval_loss"]
+    return loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_evaluation_by_a_loss_of_ones_own_gets_its_number_of_labels(ranks: int, tmp_path: Path) -> None:
+    expected = mean_over_tokens(llama(), WHOLE)
+    assert processes.run(ranks, evaluate_own_loss, tmp_path) == [pytest.approx(expected, rel=1e-5)] * ranks
 
 
 def test_evaluation_with_metrics_keeps_the_rows_and_weighs_their_losses(tmp_path: Path) -> None:
@@ -447,7 +475,8 @@ def test_lengths_that_are_wrong_are_named(tmp_path: Path) -> None:
 def test_the_proof_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     balanced(tmp_path, max_steps=1).train()
     lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[:7] == ["found", "documents", "mode", "loss", "gradient", "evaluation", "resume"]
+    checks = ["documents", "mode", "others", "halves", "company", "ranks", "evaluation", "resume"]
+    assert lines[:9] == ["found", *checks]
 
 
 @pytest.mark.parametrize("num_train_epochs", [1, 3])
@@ -526,7 +555,7 @@ def test_labels_that_a_trainer_counts_by_itself_are_found_out(tmp_path: Path, mo
     data, options = long_ones_first()
     trainer: Any = Older(llama(), arguments(tmp_path, **options), train_dataset=data, data_collator=together)
     monkeypatch.setattr(import_module("wlb.integrations.huggingface.balance"), "_labels_to_count", lambda batch: batch)
-    with pytest.raises(wlb.WlbError, match="last token of a piece"):
+    with pytest.raises(wlb.WlbError, match=r"its halves|times the gradient of the mean"):
         balance(trainer, max_tokens=64).train()
 
 
@@ -538,7 +567,7 @@ def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:
     )
     balance(trainer, max_tokens=64, oversize="truncate", cost_model=wlb.CostModel(attention=0.0, linear=1.0))
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*mix documents"):
+    with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*look along the row"):
         trainer.train()
     assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
 
@@ -575,6 +604,37 @@ def test_a_trainer_that_divides_is_found_out(tmp_path: Path) -> None:
         assert "0.5 times" in message
 
 
-def test_another_loss_is_not_proved_and_said_so(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="label_smoothing_factor makes a loss of its own"):
-        balanced(tmp_path, max_steps=1, label_smoothing_factor=0.1).train()
+def test_another_loss_is_proved_on_rows_of_single_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    balanced(tmp_path, max_steps=1, label_smoothing_factor=0.1).train()
+    lines = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[1:6] == ["documents", "mode", "others", "halves", "company"]
+
+
+def test_noise_that_scales_with_the_row_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(wlb.WlbError, match=r"neftune_noise_alpha = 5.*scales with the length of the row"):
+        balanced(tmp_path, max_steps=1, neftune_noise_alpha=5)
+
+
+def test_heads_that_learn_no_next_token_are_refused(tmp_path: Path) -> None:
+    head = LlamaForTokenClassification(llama().config)
+    trainer: Any = Trainer(head, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+    with pytest.raises(wlb.WlbError, match="is a LlamaForTokenClassification: labels of a packed row are next tokens"):
+        balance(trainer, max_tokens=64)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_follow_the_row_are_refused_where_documents_may_be_too_long(kind: str, tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        half = llama().config.head_dim // 2
+        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half, "original_max_position_embeddings": 32}
+    model = LlamaForCausalLM(LlamaConfig(**llama().config.to_dict() | {"rope_parameters": rope}))
+    for most in (32, None):
+        trainer: Any = Trainer(model, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+        limit = longest_document(model)
+        assert limit is not None
+        if most is None:
+            with pytest.raises(wlb.WlbError, match=f"give max_document_tokens={limit}"):
+                balance(trainer, max_tokens=limit + 8, max_document_tokens=limit + 1).train()
+        else:
+            balance(trainer, max_tokens=limit + 8, max_document_tokens=min(most, limit))

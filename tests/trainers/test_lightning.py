@@ -207,10 +207,11 @@ def test_the_first_step_is_proved(ranks: int, tmp_path: Path) -> None:
     found = processes.run(ranks, proved, tmp_path)
     lines = [line.split()[0] for line in found[0][0].splitlines() if line.strip()]
     replicas = ["weights"] if ranks > 1 else []
-    assert lines[: 5 + len(replicas)] == ["found", "documents", *replicas, "mode", "loss", "gradient"]
+    checks = ["mode", "others", "halves", "company", "ranks"]
+    assert lines[: 7 + len(replicas)] == ["found", "documents", *replicas, *checks]
     assert [printed for printed, *_ in found[1:]] == [""] * (ranks - 1)
     for _, message, losses, _ in found:
-        assert re.search(r"see each other.*Conv1d.*mix documents", message), message
+        assert re.search(r"see each other.*Conv1d.*look along the row", message), message
         assert losses == len(batches) // ranks
     assert found[0][3] == size, "counted over all ranks, once"
 

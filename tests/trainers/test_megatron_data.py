@@ -235,18 +235,10 @@ def alone_rows() -> list[tuple[Any, Any]]:
     return alone(np.array([(at, 0, 192) for at in range(len(documents()))]))
 
 
-def test_its_own_schedulers_refuse_rows_that_quantized_kernels_do_not_take() -> None:
+def test_a_scheduler_refuses_rows_that_quantized_kernels_do_not_take() -> None:
     config = configuration(Run())
-    for name, value in (("fp8", "hybrid"), ("fp8_recipe", "mxfp8"), ("max_seqlen_per_dp_cp_rank", 96)):
+    for name, value in (("fp8", "hybrid"), ("fp8_recipe", "mxfp8")):
         setattr(config, name, value)
-    for alignment, message in ((None, "= None: the kernels"), (48, "multiples of 32 tokens")):
-        config.pad_packed_seq_alignment = alignment
-        with pytest.raises(wlb.WlbError, match=message) as caught:
-            refusals.alignment_of(config)
-        assert caught.value.argument == "pad_packed_seq_alignment"
-    for alignment, multiple in ((64, 64), ("max", 96)):
-        config.pad_packed_seq_alignment = alignment
-        assert refusals.alignment_of(config) == multiple
     scheduler = megatron.DynamicCpScheduler(64, World(2), cost_model=COST)
     with pytest.raises(wlb.WlbError, match=r"sample_id_seqlens\[1\] has 96 tokens.* pad samples to multiples of 64"):
         scheduler.get_groups_and_subsamples([(0, 64), (1, 96)], config)
@@ -266,8 +258,6 @@ def test_multiples_below_one_are_named() -> None:
 def test_sizes_that_nothing_fills_up_to_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(wlb.WlbError, match=f"{next(iter(option))} is no option here"):
         megatron.DynamicCpScheduler(64, World(4), cost_model=COST, **option)
-    with pytest.raises(wlb.WlbError, match=f"{next(iter(option))} is no option here"):
-        megatron.install_schedulers(cost_model=COST, **option)
 
 
 def test_a_scheduler_takes_costs_from_the_model() -> None:

@@ -374,6 +374,7 @@ def check_going_on(
     return moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed_in", ["clip_gradients", "checksums"])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path: Path, killed_in: str, whole_run: Any) -> None:
     """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding.

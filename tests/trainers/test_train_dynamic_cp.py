@@ -177,6 +177,7 @@ def test_groups_of_any_size_and_fixed_shapes_learn_what_one_process_learns(tmp_p
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """On the same layout bit for bit; on another one with the same documents, and the same losses up to rounding."""
     settings, whole = trained_whole(DYNAMIC, tmp_path)

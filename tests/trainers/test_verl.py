@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import wlb
 from tests.torch import processes
-from tests.trainers.page import block
+from tests.trainers.page import UNREACHED, block
 from wlb.integrations import rl
 from wlb.integrations import verl as ours
 
@@ -55,7 +55,7 @@ def test_verl_imports_the_pages_file(tmp_path: Path) -> None:
 OWN = Path(sys.prefix) / "verl" / "tests" / "utils" / "test_seqlen_balancing.py"
 
 
-@pytest.mark.skipif(not OWN.exists(), reason="verl's sources are not there: make test-trainers gets them")
+@pytest.mark.skipif(not OWN.exists(), reason=UNREACHED)
 def test_its_own_tests_pass(tmp_path: Path) -> None:
     """But for the one that needs two GPUs, instead of which there is `test_ranks_have_as_many`."""
     pytest.importorskip("verl", reason="verl is not installed: pip install verl")

@@ -244,7 +244,7 @@ class DynamicCpPlan(Copied):
         """The step's time if its groups took `group_seconds` instead of the predicted times, in any unit.
 
         Args:
-            group_seconds: Float [groups], time of each group through the whole model, forward and backward: micro-batch
+            group_seconds: float [groups], time of each group through the whole model, forward and backward: micro-batch
                 by micro-batch, and inside each in the order of ranks.
 
         Raises:

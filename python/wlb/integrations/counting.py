@@ -10,10 +10,10 @@ from wlb.torch.data.reader import StepReader
 Collate = Callable[..., PackedBatch]
 
 
-def labelled_steps_left(
+def steps_with_labels_left(
     sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate, num_epochs: int
 ) -> list[int]:
-    """The numbers of steps that `wlb.integrations.labelled.labelled_steps` will yield from a sampler's position on.
+    """Numbers of steps that `with_labels.steps_with_labels` will yield from a sampler's position on.
 
     Args:
         sampler: of any rank; its position stays as it is.
@@ -33,12 +33,12 @@ def labelled_steps_left(
     while reader.epoch < num_epochs:
         found.append(0)
         while not reader.ended:
-            found[-1] += _is_labelled(reader, sampler, documents, collate_fn)
+            found[-1] += _has_labels(reader, sampler, documents, collate_fn)
         reader.next_epoch()
     return found
 
 
-def _is_labelled(reader: StepReader, sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate) -> bool:
+def _has_labels(reader: StepReader, sampler: BalancedBatchSampler, documents: Documents, collate_fn: Collate) -> bool:
     """Whether the next step has a label that counts. The reader is then behind that step."""
     packing = reader.next_step()
     if not any((micro_batch.lengths > 1).any() for micro_batch in packing):

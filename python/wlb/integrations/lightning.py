@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning
 import numpy as np
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -25,11 +26,12 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.integrations.counting import labelled_steps_left
-from wlb.integrations.labelled import labelled_steps
+from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
+from wlb.integrations.with_labels import steps_with_labels
+from wlb.torch.agreement import agree
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading, micro_batches
 from wlb.torch.data.state import Snapshot, field
@@ -161,7 +163,7 @@ class BalancedDataModule(LightningDataModule):
                 done = field(self._arrived, "trained", int)
             epochs = None if trainer is None else trainer.max_epochs
             num_epochs = self._loading.num_epochs if epochs in (None, -1) else epochs
-            left = labelled_steps_left(sampler, self._documents, self._loading.collate, num_epochs)
+            left = steps_with_labels_left(sampler, self._documents, self._loading.collate, num_epochs)
             self._total = self._pace.length(done + sum(left))
         return self._total
 
@@ -208,10 +210,8 @@ class BalancedDataModule(LightningDataModule):
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
-        workers = self._loading.num_workers
-        loader = DataLoader(
-            self._documents, batch_sampler=sampler, collate_fn=self._loading.collate, num_workers=workers
-        )
+        loader = self._loading.loader(self._documents, sampler, self._loading.collate)
+        _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
         self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
         if self._arrived is not None:
             self._given.restore(self._arrived)
@@ -291,6 +291,7 @@ class _MicroBatches:
         self._given: deque[Step[Any]] = deque()
         self._stale = False  # whether Lightning holds batches from before the state was loaded
         self._unproved = verify
+        self._agreed = verify  # a proof compares more
         self._metrics = StepMetrics(steps)
         # Remove the callback of an earlier run of the same trainer.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
@@ -302,8 +303,11 @@ class _MicroBatches:
             self._given.clear()
             self._steps.load_state_dict(self._steps_state())
         self._stale = False
-        for step, labels in labelled_steps(self._steps):
+        for step, labels in steps_with_labels(self._steps):
             divided = self._divided()
+            if not self._agreed:
+                self._agreed = True
+                agree(step)
             if self._unproved:
                 self._unproved = False
                 prove(self.trainer, step, divided, self._row)

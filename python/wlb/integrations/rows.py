@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
+from wlb._rows import advice
 from wlb.torch.data.arrow import arrow_lengths
 from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
@@ -23,9 +24,9 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
     Each document in a row with `seq_lengths` has a number of its own here.
 
     Args:
-        dataset: The trainer's.
-        collator: The trainer's; called with one document at a time.
-        reader: Knows the columns to carry.
+        dataset: the trainer's.
+        collator: the trainer's; called with one document at a time.
+        reader: knows the columns to carry.
     """
 
     def __init__(self, dataset: Any, collator: Collator, reader: RowReader | None = None) -> None:
@@ -75,7 +76,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
 
         Args:
             lengths: int64 [documents].
-            said_by: Where they come from, for the error.
+            said_by: where they come from, for the error.
         """
         self._planned, self._said_by = lengths, said_by
 
@@ -143,7 +144,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
             "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=)"
         )
-    return "tokenise it, or give it to a trainer that does"
+    return f"{advice([*feature])}, or give it to a trainer that does"
 
 
 def _alone(name: str, value: Any) -> Any:

@@ -24,8 +24,8 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
     Args:
         dataset: Hugging Face's `IterableDataset`, all of it on every rank; or any iterable of rows with `input_ids` and
             maybe `labels`, `attention_mask` and other columns (`wlb.torch.RowReader`).
-        collator: A trainer's collator, called with a list of one row.
-        columns: Names of further columns to carry. Give them to the `BalancedStream` too.
+        collator: a trainer's collator, called with a list of one row.
+        columns: names of further columns to carry. Give them to the `BalancedStream` too.
 
     Returns:
         One stream for each shard of the data set, with equal shares of a step; each is read by one rank. Only one
@@ -86,6 +86,7 @@ _UNORDERED: Final = {
     "ExamplesIterable",
     "FilteredExamplesIterable",
     "FormattedExamplesIterable",
+    "InterleavedShardsExamplesIterable",  # of `shuffle` since datasets 5.2; every shard interleaves its own files
     "MappedExamplesIterable",
     "RebatchedArrowExamplesIterable",
     "RepeatExamplesIterable",

@@ -12,30 +12,6 @@ from wlb.models.blocks import Block, Kept, Mask, Matrix
 
 @explained
 @dataclass(frozen=True, kw_only=True)
-class BlockIndexer:
-    """Scores blocks of neighbouring keys for every query and keeps the best: sparse attention of Qwen4-Exp (QSA).
-
-    A query keeps `budget` keys in whole blocks, and the keys after the last whole block.
-
-    Args:
-        num_heads: heads that score.
-        head_dim: width of one, and of a block's key, the mean of its tokens'.
-        budget: keys that a query keeps in whole blocks.
-        block: keys of a block.
-    """
-
-    num_heads: int
-    head_dim: int
-    budget: int
-    block: int
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            check_integer(each.name, getattr(self, each.name), minimum=1)
-
-
-@explained
-@dataclass(frozen=True, kw_only=True)
 class Attention(Block):
     """Softmax attention with heads: MHA, GQA, MQA; over all keys, a sliding window, or chunks.
 
@@ -50,7 +26,6 @@ class Attention(Block):
             together (OLMo 2).
         gated: the output is multiplied by a gate, as wide, that the query projection gives as well (Qwen3-Next).
         sinks: every head has a logit that takes a share of the softmax (gpt-oss).
-        indexer: if given, a query attends only to the blocks of keys that it selects.
 
     Raises:
         WlbError: naming the first size that makes no sense.
@@ -67,12 +42,9 @@ class Attention(Block):
     qk_norm: Literal["none", "head", "all"] = "none"
     gated: bool = False
     sinks: bool = False
-    indexer: BlockIndexer | None = None
 
     def __post_init__(self) -> None:
         self._check()
-        if self.indexer and self.mask != Mask():
-            raise error("mask", f"= {self.mask}: the indexer selects among all keys", value=self.mask)
         if self.num_heads % self.num_kv_heads:
             message = f"= {self.num_kv_heads}: does not divide num_heads = {self.num_heads}"
             raise error("num_kv_heads", message, value=self.num_kv_heads)
@@ -88,20 +60,17 @@ class Attention(Block):
         return self.num_kv_heads * self.head_dim
 
     def matrices(self, hidden: int) -> tuple[Matrix, ...]:
-        """Q, K, V and O, and the indexer's."""
-        found = (
+        """Q, K, V and O."""
+        return (
             Matrix(hidden, self.query_width * (1 + self.gated), self.qkv_bias),
             Matrix(hidden, 2 * self.kv_width, self.qkv_bias, parts=2),
             Matrix(self.query_width, hidden, self.output_bias),
         )
-        if self.indexer is None:
-            return found
-        return (*found, Matrix(hidden, (self.indexer.num_heads + 1) * self.indexer.head_dim, split=False))
 
     def vectors(self, hidden: int) -> int:
-        """Norms of queries and keys, the indexer's too, and sinks."""
+        """Norms of queries and keys, and sinks."""
         norms = {"none": 0, "head": 2 * self.head_dim, "all": self.query_width + self.kv_width}[self.qk_norm]
-        return norms + self.sinks * self.num_heads + (2 * self.indexer.head_dim if self.indexer else 0)
+        return norms + self.sinks * self.num_heads
 
     def kept(self, hidden: int, *, kv_copies: float = 1) -> Kept:
         """Rotated queries and keys, values, the output and its log-sum-exp; the inputs of norms and of a gate."""
@@ -113,21 +82,12 @@ class Attention(Block):
 
     @property
     def exchanged(self) -> int:
-        """Keys and values, and the indexer's key."""
-        return 2 * self.kv_width + (self.indexer.head_dim if self.indexer else 0)
+        """Keys and values."""
+        return 2 * self.kv_width
 
     def pairs(self) -> tuple[tuple[Mask, int], ...]:
-        """QK' and PV, and the indexer's scores, which are over blocks.
-
-        After the whole blocks there is half a block of keys on average. So a query sees as many keys as under a window
-        of the budget plus that half: exact up to half a key.
-        """
-        flops = 4 * self.query_width
-        if self.indexer is None:
-            return ((self.mask, flops),)
-        scores = round(2 * self.indexer.num_heads * self.indexer.head_dim / self.indexer.block)
-        window = self.indexer.budget + self.indexer.block // 2
-        return ((Mask("window", window), flops), (Mask(), scores))
+        """QK' and PV."""
+        return ((self.mask, 4 * self.query_width),)
 
 
 @explained

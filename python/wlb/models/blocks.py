@@ -1,8 +1,7 @@
 """The parts of a block of a layer: matrices, masks, kept activations.
 
 A block lists its parts once: its matrices, its other parameters, the (query, key) pairs that it computes, and the work
-of
-its recurrence. Parameters, FLOPs and memory are sums over these.
+of its recurrence. Parameters, FLOPs and memory are sums over these.
 
 FLOPs are those of the model's own mathematics, forward: two for each multiply-add of a matrix product, a convolution or
 a state. As is customary, element-wise work (norms, gates, rotations, softmax) is not counted. Work that only an
@@ -51,7 +50,7 @@ class Matrix:
     columns: int
     bias: bool = False
     copies: int = 1  # experts
-    used: int = 1  # copies that one token visits
+    used: int = 1  # copies that one token visits; or how often it meets the matrix
     split: bool = True  # tensor parallelism divides it
     router: bool = False  # chooses experts
     parts: int = 1  # matrices with the same input that are stored as one, such as those of keys and values
@@ -117,7 +116,7 @@ class Block(ABC):
 
     def parameters(self, hidden: int, *, active: bool = False) -> int:
         """Parameters of the block; with `active`, those that one token visits."""
-        matrices = sum(m.parameters(m.used if active else m.copies) for m in self.matrices(hidden))
+        matrices = sum(m.parameters(min(m.used, m.copies) if active else m.copies) for m in self.matrices(hidden))
         return matrices + self.vectors(hidden)
 
     def token_flops(self, hidden: int) -> int:

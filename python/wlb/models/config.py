@@ -23,7 +23,6 @@ from wlb.models.feed_forward import FeedForward
 from wlb.models.hugging_face import Source, read
 from wlb.models.layers import Layer
 from wlb.models.presets import PRESETS, preset_named
-from wlb.models.streams import HyperConnection
 
 
 @explained
@@ -52,6 +51,8 @@ class ModelConfig:
         qk_norm: queries and keys are normalised, each head with the same weights (Qwen3).
         name: for reports.
         layers: layers that are not those, in the order of the model; `stack` has them either way.
+        embedding_size: width of the rows of the embedding and of the output projection, where a matrix between them and
+            the layers is part of a layer (ELECTRA); default `hidden_size`.
         prediction_layers: one layer for each head of multi-token prediction: a projection of the row and of the next
             token's embedding, with three norms, that layer, and the output projection again (DeepSeek V3).
         vision: an encoder of images; what it costs is apart from what documents cost.
@@ -80,13 +81,15 @@ class ModelConfig:
     qk_norm: bool = False
     name: str = "custom"
     layers: tuple[Layer, ...] | None = None
+    embedding_size: int = 0
     prediction_layers: tuple[Layer, ...] = ()
     vision: ImageEncoder | None = None
     other_parameters: int = 0
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        optional = ("num_kv_heads", "head_dim") if self.layers is None else _OF_EQUAL_LAYERS
+        sizes = ("num_kv_heads", "head_dim") if self.layers is None else _OF_EQUAL_LAYERS
+        optional = (*sizes, "embedding_size")
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "other_parameters":
@@ -218,7 +221,7 @@ class ModelConfig:
             WlbError: no layer has attention.
         """
         for block in (block for layer in self.stack for block in layer.blocks):
-            if isinstance(block, Attention) or (isinstance(block, CountedBlock) and block.pair_flops):
+            if isinstance(block, Attention) or (isinstance(block, CountedBlock) and block.pairs()):
                 return block.num_heads, block.num_kv_heads, block.head_dim
             if isinstance(block, LatentAttention):
                 width = block.key_dim + block.rope_dim + block.value_dim
@@ -257,7 +260,7 @@ class ModelConfig:
 
     def _parameters(self, *, active: bool) -> int:
         hidden = self.hidden_size
-        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * hidden
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * (self.embedding_size or hidden)
         layers = sum(count * kind.parameters(hidden, active=active) for kind, count in self.kinds.items())
         # Each head: norms of the row, of the embedding and of what goes to the output projection; and a matrix.
         heads = sum(layer.parameters(hidden, active=active) + (3 + 2 * hidden) * hidden for layer in self._heads)
@@ -288,8 +291,7 @@ class ModelConfig:
     @cached_property
     def residual_width(self) -> int:
         """Numbers of a token that a layer hands to the next: of all residual streams, where there are several."""
-        mixing = (HyperConnection, CountedBlock)
-        streams = [block.streams for layer in self.kinds for block in layer.blocks if isinstance(block, mixing)]
+        streams = [block.streams for layer in self.kinds for block in layer.of_kind(CountedBlock)]
         return max(streams, default=1) * self.hidden_size
 
     @cached_property
@@ -298,7 +300,7 @@ class ModelConfig:
         hidden = self.hidden_size
         layers = sum(count * kind.token_flops(hidden) for kind, count in self.kinds.items())
         heads = sum(layer.token_flops(hidden) + 4 * hidden * hidden for layer in self._heads)
-        return layers + heads + 2 * (1 + len(self._heads)) * hidden * self.vocab_size
+        return layers + heads + 2 * (1 + len(self._heads)) * (self.embedding_size or hidden) * self.vocab_size
 
     def cost_model(
         self,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from wlb._core import WlbError
 from wlb._errors import error
+from wlb.models.encoder import ImageEncoder
 from wlb.models.image_families import IMAGE_FAMILIES, VISION_DEFAULTS
 from wlb.models.keys import Keys, Refused
+from wlb.models.layers import Layer
 from wlb.models.text_families import DEFAULTS, FAMILIES
 
 
@@ -64,31 +66,40 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
     _refuse_other_files(content)
     if content.get("model_type") is None:
         raise Refused("has no model_type: which architecture its sizes are of is not said; add it", None)
-    keys = Keys(content)
-    model_type = keys.read(str, "model_type")
-    name = str(content.get("_name_or_path") or model_type)
-    if model_type not in FAMILIES and model_type not in IMAGE_FAMILIES:
-        return {"name": name} | _built(content, model_type, multi_token_prediction)
+    model_type = Keys(content).read(str, "model_type")
+    model_type = ALIASES.get(model_type, model_type)
+    name = str(content.get("_name_or_path") or content["model_type"])
+    if _text_type(content, model_type) not in FAMILIES:
+        return {"name": name} | _built({**content, "model_type": model_type}, multi_token_prediction)
+    return {"name": name} | _by_family(content, model_type, multi_token_prediction)
+
+
+def _text_type(content: Mapping[str, Any], model_type: str) -> str:
+    """The type of the language model."""
+    if model_type not in IMAGE_FAMILIES:
+        return model_type
+    inner = content.get("text_config")
+    nested = f"{model_type}_text"
+    said = inner.get("model_type", "llama") if isinstance(inner, Mapping) else "llama"
+    return nested if nested in FAMILIES else str(said)
+
+
+def _by_family(content: Mapping[str, Any], model_type: str, multi_token_prediction: bool) -> dict[str, Any]:
+    """A model that a family here describes."""
+    keys, text_type = Keys(content), _text_type(content, model_type)
+    keys.pass_over("model_type")
     check_architectures(content, model_type)
-    vision = None
+    vision, inner = None, content
     if model_type in IMAGE_FAMILIES:
         # Files of earlier versions have the keys of the language model beside `vision_config`.
-        inner: Mapping[str, Any] = keys.read(dict, "text_config", default={}) or content
-        nested = f"{model_type}_text"
-        text_type = nested if nested in FAMILIES else str(inner.get("model_type", "llama"))
-        if text_type not in FAMILIES:
-            raise Refused(f"has text_config of {_unknown(text_type)}", text_type)
+        inner = keys.read(dict, "text_config", default={}) or content
         if inner is not content:
             check_architectures(inner, text_type)
         text_keys = Keys(inner, _NESTED_DEFAULTS.get(text_type, DEFAULTS.get(text_type)))
-        hidden = text_keys.integer("hidden_size")
-        images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
-        vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
-        images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # sizes that no row uses
-        images.finish("vision_config.")
+        vision = _vision(keys, model_type, text_keys.integer("hidden_size"))
         text_keys.pass_over("vision_config", *_OF_IMAGES)
     else:
-        text_type, text_keys = model_type, Keys(content, DEFAULTS.get(model_type))
+        text_keys = Keys(content, DEFAULTS.get(model_type))
 
     text = FAMILIES[text_type](text_keys)
     tied = text_keys.flag("tie_word_embeddings", default=text.tied)
@@ -96,9 +107,7 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         outer = keys.flag("tie_word_embeddings", default=model_type in _TIED_OUTSIDE)
         tied = outer or (tied and model_type in _TIED_INSIDE)
     counts = [text_keys.count(name, default=0) for name in _HEADS]
-    heads = next((count for count in counts if count), 0)
     shape = {
-        "name": name,
         "hidden_size": text_keys.integer("hidden_size"),
         "vocab_size": text_keys.integer("vocab_size"),
         "layers": text.layers,
@@ -112,35 +121,72 @@ def _read(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str,
         else:
             text_keys.share(keys)
         shape["vision"] = vision
-    text_keys.finish("text_config." if vision is not None and inner is not content else "")
+    text_keys.finish("text_config." if inner is not content else "")
     if multi_token_prediction:
-        if not heads:
-            message = f"has no {' or '.join(_HEADS)}: there are no heads that predict further tokens"
-            raise Refused(message, None)
-        if text.prediction is None:
-            message = f"has {heads} heads of multi-token prediction: how those of {text_type} are built is not known"
-            raise Refused(message, heads)
-        shape["prediction_layers"] = (text.prediction,) * heads
+        shape["prediction_layers"] = _heads(counts, text.prediction, text_type)
     return shape
 
 
-def _built(content: Mapping[str, Any], model_type: str, multi_token_prediction: bool) -> dict[str, Any]:
+def _vision(keys: Keys, model_type: str, hidden: int) -> ImageEncoder:
+    """The encoder of images before a language model of this width."""
+    images = keys.section("vision_config", VISION_DEFAULTS.get(model_type))
+    vision = IMAGE_FAMILIES[model_type](keys, images, hidden)
+    images.pass_over("tokens_per_second", "projection_dim", "vocab_size", "image_size")  # sizes that no row uses
+    images.finish("vision_config.")
+    return vision
+
+
+def _heads(counts: Sequence[int], layer: Layer | None, text_type: str) -> tuple[Layer, ...]:
+    """The layers of the heads of multi-token prediction."""
+    heads = next((count for count in counts if count), 0)
+    if not heads:
+        raise Refused(f"has no {' or '.join(_HEADS)}: there are no heads that predict further tokens", None)
+    if layer is None:
+        message = f"has {heads} heads of multi-token prediction: how those of {text_type} are built is not known"
+        raise Refused(message, heads)
+    return (layer,) * heads
+
+
+def _built(content: Mapping[str, Any], multi_token_prediction: bool) -> dict[str, Any]:
     """A model that transformers builds."""
-    if model_type in ALIASES:
-        return _read({**content, "model_type": ALIASES[model_type]}, multi_token_prediction)
-    if multi_token_prediction:
-        raise Refused(f"has model_type {model_type!r}, whose heads of multi-token prediction are not known", model_type)
     from wlb.models import built  # for types that no family here describes, and large
 
+    model_type = content["model_type"]
     found = built.read(content)
-    return {
+    shape = {
         "hidden_size": found.hidden_size,
         "vocab_size": found.vocab_size,
         "layers": found.layers,
         "tied_embeddings": found.tied,
+        "embedding_size": found.embedding_size if found.embedding_size != found.hidden_size else 0,
         "other_parameters": found.other_parameters,
         "assumptions": found.assumptions,
     }
+    if model_type in IMAGE_FAMILIES and isinstance(content.get("vision_config"), Mapping):
+        vision = _vision(Keys(content), model_type, found.hidden_size)
+        shape |= {"vision": vision, "other_parameters": found.other_parameters - vision.num_parameters}
+    if multi_token_prediction:
+        inner = content.get("text_config")
+        keys = Keys(inner if isinstance(inner, Mapping) else content)
+        counts = [keys.count(name, default=0) for name in _HEADS]
+        shape["prediction_layers"] = _heads(counts, _prediction(keys, model_type, found.layers), model_type)
+    return shape
+
+
+_PREDICTING = re.compile(r"(deepseek|glm|minimax|qwen|kimi)\w*")
+"""Types whose heads of multi-token prediction have a layer as the model's last one with attention."""
+
+
+def _prediction(keys: Keys, model_type: str, layers: Sequence[Layer]) -> Layer | None:
+    """The layer of a head of multi-token prediction; None: how it is built is not known."""
+    pattern = keys.read(str, "mtp_hybrid_override_pattern", default="")
+    whole = keys.read(str, "hybrid_override_pattern", default="")
+    if pattern and len(whole) == len(layers) and {*pattern} <= {*whole}:  # Nemotron-H: a layer has one block
+        blocks = [block for letter in pattern for block in layers[whole.index(letter)].blocks]
+        return Layer(tuple(blocks), norms=len(pattern))
+    if not _PREDICTING.fullmatch(model_type):
+        return None
+    return next((layer for layer in reversed(layers) if layer.pairs()), None)
 
 
 _HEADS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
@@ -241,11 +287,6 @@ def _refuse_other_files(content: Mapping[str, Any]) -> None:
     for names, said in _OTHER_FILES:
         if all(name in content for name in names):
             raise Refused(said.format_map({**content}), names[0])
-
-
-def _unknown(model_type: str) -> str:
-    known = ", ".join(sorted({name for name in FAMILIES if not name.endswith("vl_text")} | {*IMAGE_FAMILIES}))
-    return f"has model_type {model_type!r}, which is not known to wlb; known are {known}"
 
 
 _TIED_OUTSIDE = ("gemma3", "mistral3")

@@ -32,7 +32,7 @@ _NEUTRAL = re.compile(
     |mamba_norm_before_gate|norm_before_gate|number_of_conv_states|split_ngram_parts|seed|swiglu_(alpha|limit)
     |query_pre_attn_.*|floor_scale|qk_norm_type|gradient_checkpointing|n_ctx|.*_in_fp32|ignore_index|use_gemma_norm|norm_type|layernorm_type|(image|video|audio)_token_.*|vision_(start|end)_.*
     |use_mm_.*|pad_token|unsloth.*|base_model.*|dataset.*|inference_.*|training_.*|description|name|author.*|tags|comment
-    |prefix|min_length|do_sample|top_p|early_stopping|num_beams.*|num_return_sequences|repetition_penalty|bad_words_ids
+    |prefix|min_length|do_sample|top_p|early_stopping|num_beams.*|num_beam_groups|num_return_sequences|repetition_penalty|bad_words_ids
     |diversity_penalty|length_penalty|no_repeat_ngram_size|remove_invalid_values|exponential_decay.*|suppress_tokens
     |begin_suppress_tokens|typical_p|encoder_no_repeat_ngram_size|forced_.*|decoder_start_token_id|tf_legacy_loss
     |pruned_heads|top_k|_attn_.*|max_window_layers|dsa_.*dtype|expert_dtype|num_attention_layers_logged
@@ -45,8 +45,7 @@ def says_nothing(name: str, value: object) -> bool:
     """Whether a key says nothing that FLOPs, parameters or memory depend on.
 
     Such a key is empty, false or 0; or is a rate, the number of a token, or an option of inference; or is a frequency
-    of
-    1 (every layer); or names the default choice.
+    of 1 (every layer); or names the default choice.
 
     Complexity:
         O(len(name)).

@@ -1,9 +1,8 @@
 """Plans from `wlb` in a torch training step: data, context-parallel attention, unequal pipelines, loss.
 
 `wlb` decides, on lengths alone, which documents share a micro-batch, a group of ranks or a rank. The loaders here
-choose
-the documents of a global batch and call the packer and the planner for it, with the same result on every rank. All
-other parts receive plans and run them on torch.distributed.
+choose the documents of a global batch and call the packer and the planner for it, with the same result on every rank.
+All other parts receive plans and run them on torch.distributed.
 
 | what | where |
 | --- | --- |
@@ -15,7 +14,7 @@ other parts receive plans and run them on torch.distributed.
 | weights that stages of a pipeline share | `wlb.torch.tied` |
 | routers of experts, and padding | `wlb.torch.routers` |
 | a loss per token, its gradients under any wrapper | `wlb.torch.loss`, `.gradients` |
-| times of micro-batches, costs fitted to them | `wlb.torch.timing`, `.tracker` |
+| times of micro-batches, costs fitted to them | `wlb.torch.timing` |
 | figures for loggers | `wlb.torch.metrics` |
 | model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
 
@@ -59,9 +58,7 @@ from wlb.torch.metrics import StepMetrics
 from wlb.torch.proof import Proof, verify
 from wlb.torch.routers import real_tokens
 from wlb.torch.tied import TiedWeights
-from wlb.torch.timing import StepTimer, TimedStep
-from wlb.torch.timings import LevelReport
-from wlb.torch.tracker import CostTracker, CostUpdate
+from wlb.torch.timing import CostTracker, CostUpdate, StepTimer, TimedStep
 from wlb.torch.training import train_step
 
 if TYPE_CHECKING:
@@ -80,7 +77,6 @@ __all__ = [
     "DynamicCpStep",
     "ForestBatch",
     "Ledger",
-    "LevelReport",
     "Loading",
     "PackedBatch",
     "Piece",

@@ -39,35 +39,50 @@ def check_agreement(
 ) -> None:
     """Raises on every rank of `group` if not all have the same plan of the same step, and the same cuts of it.
 
-    For a step from a loader, everything that ranks must have in common is compared: the plan, the number of the step,
-    the ranks that share it and the micro-batches of each, and how the context-parallel ranks of a micro-batch cut it
-    (their `shard`, which follows from `strategy`, `kernel_model` and `cp_size` of each rank).
+    For a step from a loader, everything that ranks must have in common is compared: the plan, a hash of some of its
+    documents, the number of the step, the ranks that share it and the micro-batches of each, and how the
+    context-parallel ranks of a micro-batch cut it (their `shard`, which follows from `strategy`, `kernel_model` and
+    `cp_size` of each rank).
 
     Args:
-        plan: A step; or only a plan, or its digest.
-        step: Number of the step if `plan` is no step; default 0.
-        group: The ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
+        plan: a step; or only a plan, or its digest.
+        step: number of the step if `plan` is no step; default 0.
+        group: the ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
 
     Raises:
-        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank.
+        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank. Or
+            several ranks share the step, but there is no process group.
 
     Complexity:
-        One all-gather of 40 bytes a rank; for a step with context-parallel ranks another of 32 bytes a micro-batch.
+        One all-gather of 56 bytes a rank; for a step with context-parallel ranks another of 32 bytes a micro-batch.
     """
-    layout, batches, number = b"", [], step or 0
+    layout, content, batches, number = b"", "", [], step or 0
     if isinstance(plan, Step | DynamicCpStep):
         if step is not None and step != plan.number:
             raise error("step", f"= {step}: the step given has number {plan.number}", value=step)
         number = plan.number
+        if group is None and not dist.is_initialized() and plan.num_ranks > 1:
+            message = f"is missing: {plan.num_ranks} ranks share step {number}; call init_process_group first"
+            raise error("group", message)
         layout = f"{plan.num_ranks} {len(plan.micro_batches)}".encode()
+        content = getattr(plan, "content", None) or ""
         batches, plan = _cut(plan), plan.plan
+    if group is None and not dist.is_initialized():
+        return  # a single process
     digest = plan if isinstance(plan, str) else plan.digest()
-    mine = _hash(digest.encode()) + _hash(layout) + operator.index(number).to_bytes(8, "little", signed=True)
+    place = operator.index(number).to_bytes(8, "little", signed=True)
+    mine = _hash(digest.encode()) + _hash(layout) + _hash(content.encode()) + place
     holders = _holders(_gathered(mine, group), group)
     if len(holders) > 1:
         raise error("plan", f"differs between ranks: {_named(holders)}", value=digest)
     if batches:
         _check_cuts(batches, group)
+
+
+def agree(step: Step[Any]) -> None:
+    """`check_agreement` of a step that several ranks share, before training without a proof."""
+    if step.num_ranks > 1 and dist.is_initialized():
+        check_agreement(step)
 
 
 def _cut(step: Step[Any] | DynamicCpStep[Any]) -> list[tuple[bytes, PackedBatch | ForestBatch]]:
@@ -126,13 +141,20 @@ def _holders(everyone: NDArray[np.uint8], group: dist.ProcessGroup | None) -> di
 
 def _named(holders: Mapping[bytes, list[int]]) -> str:
     """Text of an error: which ranks have which plan, step or layout, where these differ."""
-    steps = {held[2 * _HASH :] for held in holders}
+    steps = {held[3 * _HASH :] for held in holders}
     plans = {held[:_HASH] for held in holders}
+    layouts = {held[_HASH : 2 * _HASH] for held in holders}
+    if len(plans) == len(steps) == len(layouts) == 1:
+        held_by = "; ".join(f"ranks {ranks} read {held[2 * _HASH :][:4].hex()}" for held, ranks in _sorted(holders))
+        return (
+            f"documents have other tokens, though the plan and all lengths are equal: {held_by}. Give every rank the "
+            "same data set in the same order: shuffle with one seed, and do not split it by rank"
+        )
     parts = []
     for held, ranks in _sorted(holders):
         part = f"ranks {ranks} hold {held[:4].hex()}"
         if len(steps) > 1:
-            part += f" of step {int.from_bytes(held[2 * _HASH :], 'little', signed=True)}"
+            part += f" of step {int.from_bytes(held[3 * _HASH :], 'little', signed=True)}"
         if len(plans) == len(steps) == 1:
             part += f" for ranks and micro-batches of their own ({held[_HASH : _HASH + 4].hex()})"
         parts.append(part)

@@ -28,13 +28,31 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device | str) -> t
 
     Args:
         group: None for all ranks.
-        device: Device whose backend is asked.
+        device: device whose backend is asked.
     """
     group = group or dist.distributed_c10d._get_default_group()
     try:
         return group._get_backend(torch.device(device)).options._timeout
     except (RuntimeError, AttributeError):
         return None
+
+
+def can_split(device: torch.device | str) -> bool:
+    """Whether `torch.distributed.split_group` can split the world's process group.
+
+    The backend has to be able to, and to be connected: NCCL is where `init_process_group` was given a `device_id`, and
+    gloo always, but torch splits it only from 2.15 on.
+
+    Args:
+        device: device whose backend is asked.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device = torch.device(device)
+    try:
+        splits = world._get_backend(device).supports_splitting
+    except RuntimeError:
+        return False
+    return splits and (world.bound_device_id is not None or (device.type == "cpu" and torch.__version__ >= "2.15"))
 
 
 _HOSTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -48,7 +66,7 @@ def host_group(group: dist.ProcessGroup | None = None, *, description: str) -> d
 
     Args:
         group: None for all ranks.
-        description: What the new group is for.
+        description: what the new group is for.
     """
     group = group or dist.distributed_c10d._get_default_group()
     if device_of(group).type == "cpu":
@@ -61,8 +79,8 @@ def host_group(group: dist.ProcessGroup | None = None, *, description: str) -> d
 def on_host(group: dist.ProcessGroup, *, description: str) -> dist.ProcessGroup:
     """A gloo group of the same ranks. A collective of the whole world: every rank calls it with its own group.
 
-    All ranks make the groups of all: `use_local_synchronization` would spare that, but in some versions of torch a
-    group's name then depends on how many the rank was in before, which differs after `ContextParallelGroups`.
+    All ranks make the groups of all: `use_local_synchronization` would spare that, but then groups that a rank was in
+    before change the name of the next (see `wlb.torch.subgroup`).
     """
     mine = tuple(dist.get_process_group_ranks(group))
     of_ranks: list[Any] = [None] * dist.get_world_size()

@@ -8,9 +8,10 @@ from numpy.typing import ArrayLike
 import wlb
 from wlb._core import PEAK_FLOPS
 from wlb._errors import error
+from wlb.torch.data.forest import ForestBatch
 
-# # Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. An entry fits if all its words are in the
-# # driver's name of the GPU; the longest entry that fits counts.
+# Dense bf16 tensor-core peak of one GPU, FLOP/s, from NVIDIA's data sheets. An entry fits if all its words are in the
+# driver's name of the GPU; the longest entry that fits counts.
 PEAK_BF16 = {
     **{generation.upper(): peak for generation, peak in PEAK_FLOPS.items()},
     "GB200": 2.5e15,
@@ -22,18 +23,21 @@ PEAK_BF16 = {
 }
 
 
-# # Arguments of `CostModel.from_flops` that are no part of the shape: with them it would not count model FLOPs.
+# Arguments of `CostModel.from_flops` that are no part of the shape: with them it would not count model FLOPs.
 _NO_SHAPE = ("attention_efficiency", "flops_per_second", "recompute", "passes")
 
 
-def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shape: int | bool | None) -> float:
+def model_flops(
+    lengths: ArrayLike | ForestBatch, model: wlb.ModelConfig | None = None, **shape: int | bool | None
+) -> float:
     """FLOPs of one training step over whole documents, as MFU counts them: three times those of the forward pass.
 
     Counted from the sums of ``d`` and of ``d * (d + 1) / 2`` (causal half), never from `max_seqlen`, which overstates.
     FLOPs that a kernel recomputes in its backward pass are not model FLOPs (a `wlb.CostModel` for packing counts them).
 
     Args:
-        lengths: int[documents], tokens of each document of the step.
+        lengths: int[documents], tokens of each document of the step. Or a `ForestBatch`: its samples, each whole, as
+            if no token was shared, so that sharing shows as a higher utilization.
         model: its layers of any kind: windows, chunks, states and experts are counted as what they are.
         **shape: instead of `model`, for equal layers: the arguments of `wlb.CostModel.from_flops`: `hidden_size`,
             `ffn_hidden_size`, `num_layers`, `num_heads`, `num_kv_heads`, `vocab_size`, ...
@@ -41,6 +45,8 @@ def model_flops(lengths: ArrayLike, model: wlb.ModelConfig | None = None, **shap
     Raises:
         WlbError: as `wlb.CostModel.from_flops`; for arguments that are no shape; for both a model and a shape.
     """
+    if isinstance(lengths, ForestBatch):
+        lengths = lengths.shard.forest.sample_lengths[: lengths.sample_ids.numel()]
     if model is not None:
         for name, value in shape.items():
             raise error(name, f"= {value!r}: the model says that", value=value)

@@ -1,9 +1,8 @@
 """Makes every wrapper of a model add gradients up over the ranks of a global batch, or refuses the wrapper.
 
 Every data-parallel wrapper averages by default. But each rank of `token_normalized_loss` holds its share of the mean
-over
-all tokens, so an average would be too small by the number of ranks. Nothing would show it: Adam hardly notices, while
-clipping, weight decay and a change of the number of ranks do.
+over all tokens, so an average would be too small by the number of ranks. Nothing would show it: Adam hardly notices,
+while clipping, weight decay and a change of the number of ranks do.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
 from wlb.torch.lazy import dtensor, fsdp1, fsdp2
 
-# # Wrappers of other libraries, by the module of their classes, and the way to add gradients up with each.
+# Wrappers of other libraries, by the module of their classes, and the way to add gradients up with each.
 _FOREIGN: Final = {
     "deepspeed.runtime": "DeepSpeed divides by the data-parallel ranks and by gradient_accumulation_steps: multiply "
     "the loss by both, and do not call sum_gradients",
@@ -44,14 +43,14 @@ _ANOTHER: Final = (
     "use DistributedDataParallel or fully_shard instead; or, if it averages over n ranks, multiply the loss by n, and "
     "do not call sum_gradients"
 )
-# # Wrappers that Lightning's strategies put around a LightningModule once `fit` has begun.
+# Wrappers that Lightning's strategies put around a LightningModule once `fit` has begun.
 _STRATEGIES: Final[dict[str, str | None]] = {
     "SingleDeviceStrategy": None,
     "ModelParallelStrategy": None,  # fully_shard, by the LightningModule itself
     "DDPStrategy": "DistributedDataParallel",
     "FSDPStrategy": "FullyShardedDataParallel",
 }
-# # Attributes of `fully_shard` and FullyShardedDataParallel that hold the divisor of gradients.
+# Attributes of `fully_shard` and FullyShardedDataParallel that hold the divisor of gradients.
 _REDUCTION: Final = ("gradient_divide_factor", "force_sum_reduction_for_comms")
 _DIVISORS: Final = ("_gradient_predivide_factor", "_gradient_postdivide_factor")
 # Communication hooks of DDP that average as it does without one.
@@ -343,7 +342,7 @@ def _fsdp1(module: Any) -> Callable[[], None]:
         raise _unknown(module, fix)
     handle = module._handle
     if handle is not None and not handle.uses_sharded_strategy:
-        #         # Like DDP, it averages accumulated gradients again after each backward pass.
+        # Like DDP, it averages accumulated gradients again after each backward pass.
         return lambda: _multiply([handle.flat_param], module.process_group.size())
 
     def change() -> None:

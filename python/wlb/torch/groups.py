@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wlb._errors import check_integer, error
-from wlb.torch.collectives import timeout_of
+from wlb.torch.collectives import GLOO_WAITS, can_split, timeout_of
 from wlb.torch.data.batch import PackedBatch
+from wlb.torch.store import meet
+from wlb.torch.subgroup import Subgroup
 
 MESH_DIMS = ("pp", "dp", "cp", "tp")
 
@@ -110,101 +114,89 @@ def expert_ranks(mesh: DeviceMesh, *, ep: int) -> DeviceMesh:
 
 
 class ContextParallelGroups:
-    """Context-parallel groups of every power of two over the dp x cp ranks, for plans with a CP size per micro-batch.
+    """The context-parallel groups that plans choose for micro-batches, among the dp x cp ranks of a (pp, tp) position.
 
-    A group of size `s` is an aligned run of `s` neighbours: ranks ``[i * s, (i + 1) * s)`` of the dp x cp ranks of one
-    (pp, tp) position. Where `s` does not divide their number, the last ranks have no group of that size.
-
-    Other groups, of plans with ``group_sizes="any"``, are made by their ranks when a micro-batch needs them for the
-    first time, and kept. Each is a communicator, so a job with many of them needs memory for them.
+    A plan gives documents to a run of neighbours: `size` ranks from the `first` on. The runs of a size that is a power
+    of two, aligned to it, and the run of all ranks are groups with a communicator, split from the world's when this
+    object is made. That takes a backend that torch can split: NCCL if `init_process_group` was given a `device_id`,
+    and gloo from torch 2.15 on. All other runs are a `Subgroup`: their ranks send and receive over the communicator of
+    the run of all ranks or, where torch cannot split, over the world's. So no plan makes a group during training, where
+    ranks that have different histories would wait for each other.
 
     Args:
         mesh: from `build_mesh`.
 
+    Raises:
+        WlbError: the mesh has other dimensions.
+        RuntimeError: some ranks did not come within the timeout of the process group; the message has their numbers.
+
     Complexity:
-        Collective: every rank calls it once, at the same point. At most 2 * world size groups, and at most half the
-        square of the dp x cp ranks as plans ask for them; NCCL connects one at its first use.
+        Collective: every rank calls it once, at the same point. For `n` dp x cp ranks it makes at most `log2(n) + 1`
+        groups on each rank. NCCL connects ranks when they first exchange something.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         if mesh.mesh_dim_names != MESH_DIMS:
             raise error("mesh", f"has dimensions {mesh.mesh_dim_names}: must have {MESH_DIMS}", value=mesh)
-        self._timeout = timeout = timeout_of(None, mesh.device_type)
+        device = torch.device(mesh.device_type)
+        timeout = timeout_of(None, device) or GLOO_WAITS
+        meet("context-parallel groups", timeout=timeout)
         pp, dp, cp, tp = mesh.mesh.shape
-        # [pp, tp, dp * cp]: the order in which every rank creates every group.
         positions = mesh.mesh.permute(0, 3, 1, 2).reshape(pp * tp, dp * cp).tolist()
-        me = dist.get_rank()
-        self._stage = next(ranks for ranks in positions if me in ranks)
-        self._ranks: dict[int, tuple[tuple[int, ...], ...]] = {}
-        self._group: dict[int, dist.ProcessGroup | None] = {}
-        self._others: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        size = 1
-        while size <= dp * cp:
-            self._group[size] = None
-            for ranks in positions:
-                runs = [tuple(ranks[i : i + size]) for i in range(0, len(ranks) - size + 1, size)]
-                if me in ranks:
-                    self._ranks[size] = tuple(runs)
-                for run in runs:
-                    group = dist.new_group(list(run), timeout=timeout, group_desc=f"cp{size}")
-                    if isinstance(group, dist.ProcessGroup):  # else this rank is not in it
-                        self._group[size] = group
-            size *= 2
+        self._stage = next(ranks for ranks in positions if dist.get_rank() in ranks)
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}  # by first position and size
+        self._parent: dist.ProcessGroup | None = None
+        count = dp * cp
+        if count == 1:
+            return
+        if can_split(device):
+            for size in (*itertools.takewhile(lambda size: size < count, (2**n for n in itertools.count(1))), count):
+                self._split(positions, size, timeout)
+            self._parent = self._groups[0, count]
+        elif device.type != "cpu":  # all ranks have to take part in the first exchange of a communicator of NCCL
+            dist.all_reduce(torch.zeros(1, device=device))
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The available CP sizes, ascending."""
-        return tuple(self._group)
+    def _split(self, positions: list[list[int]], size: int, timeout: timedelta) -> None:
+        """Makes this rank's aligned run of that size, if it is in one; a collective of the world."""
+        runs = [ranks[i : i + size] for ranks in positions for i in range(0, len(ranks) - size + 1, size)]
+        made = dist.split_group(None, runs, timeout=timeout, group_desc=f"cp{size}")
+        if isinstance(made, dist.ProcessGroup):
+            self._groups[self._stage.index(dist.get_rank()) // size * size, size] = made
 
-    def ranks(self, cp_size: int) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of every group of that size at this rank's (pp, tp) position.
+    def run(self, first: int, size: int) -> dist.ProcessGroup | None:
+        """The group of `size` neighbours among the dp x cp ranks, of which this rank is one; None for a single rank.
 
-        Raises:
-            WlbError: for a size that is no power of two, or larger than dp * cp.
-        """
-        if cp_size not in self._group:
-            raise error("cp_size", f"= {cp_size}: must be one of {self.sizes}", value=cp_size)
-        return self._ranks[cp_size]
-
-    def group(self, cp_size: int) -> dist.ProcessGroup:
-        """The group of that size that this rank belongs to.
+        Args:
+            first: position of the first among the dp x cp ranks.
+            size: ranks of the group.
 
         Raises:
-            WlbError: no group has that size, or this rank is in none of them.
+            WlbError: this rank, or another one of the run, is not among them.
         """
-        runs = self.ranks(cp_size)
-        group = self._group[cp_size]
-        if group is None:
-            raise error(
-                "cp_size", f"= {cp_size}: rank {dist.get_rank()} is in none of its groups {runs}", value=cp_size
-            )
-        return group
+        me = self._stage.index(dist.get_rank())
+        check_integer("first", first, minimum=0, maximum=me)
+        check_integer("size", size, minimum=me - first + 1, maximum=len(self._stage) - first)
+        if size == 1:
+            return None
+        if (first, size) not in self._groups:
+            self._groups[first, size] = Subgroup(self._parent, self._stage[first : first + size])
+        return self._groups[first, size]
 
     def of(self, batch: PackedBatch) -> dist.ProcessGroup | None:
         """The group of a micro-batch whose plan chose one, for attention; None for a single rank.
 
         A process group cannot be passed from a loader's worker or a planning thread. So the micro-batch names its
-        ranks, and the training process looks the group up here. For ranks that are no aligned power of two, the first
-        call makes their group, a collective of these ranks alone. All ranks take the micro-batches of a plan in the
-        same order, so no rank waits for another's. waits for another's.
+        ranks, and the training process looks the group up here.
 
         Raises:
             WlbError: the micro-batch belongs to another rank, or some of its ranks are not in this mesh.
+
+        Complexity:
+            Nothing is communicated.
         """
         first, size = batch.cp_first_rank, batch.cp_size
         me = self._stage.index(dist.get_rank())
         if first is None or first + size > len(self._stage) or me - first != batch.cp_rank:
             message = f"is for rank {batch.cp_rank} of {size} from {first} on"
             raise error("batch", f"{message}; this is rank {me} of {len(self._stage)}", value=batch.cp_rank)
-        ranks = tuple(self._stage[first : first + size])
-        if size == 1:
-            return None
-        if size in self._group and first % size == 0:
-            return self.group(size)
-        if ranks not in self._others:
-            made = dist.new_group(
-                list(ranks), timeout=self._timeout, group_desc=f"cp{size}", use_local_synchronization=True
-            )
-            assert isinstance(made, dist.ProcessGroup)  # this rank is in it
-            self._others[ranks] = made
-        return self._others[ranks]
+        return self.run(first, size)

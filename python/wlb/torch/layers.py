@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from torch import nn
 
 from wlb._errors import error
 
+_MIXTURES: Final = ("expert", "moe", "mixtral", "mixture")  # parts of names of classes
 _RECURRENT: Final = ("mamba", "deltanet", "rwkv", "lstm", "ssm")  # parts of names of classes
 _SEVERAL_AHEAD: Final = ("mtp", "multitoken", "nextn")
+_BY_ROW: Final = ("dynamic", "longrope", "su")  # kinds of RoPE
+_NEFTUNE: Final = "has neftune_noise_alpha, whose noise scales with the length of the row: leave it out"
+_SHORT: Final = 2048  # tokens of the longest document of a check
 _NUMBERS_AHEAD: Final = ("mtp_num_layers", "num_mtp_layers", "num_nextn_predict_layers")  # of configurations
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether a module carries a state along a row."""
-    name = type(module).__name__.lower()
+    name = type(module).__name__.lower().replace("gptoss", "")  # no state, though the name of its modules has "ssm"
     return isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
+
+
+def adds_up_others(module: nn.Module) -> bool:
+    """Whether kernels of a module add up numbers of other documents, times 0 or in other blocks, which rounds."""
+    name = type(module).__name__.lower()
+    return is_recurrent(module) or any(word in name for word in _MIXTURES)
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
@@ -34,6 +44,86 @@ def with_configs(module: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
         values = getattr(owner, "__dict__", None)
         if isinstance(values, dict):
             yield owner, values
+
+
+def longest_document(model: nn.Module) -> int | None:
+    """The most tokens of a document for which positions do not depend on the other documents of its row; None: any.
+
+    The factors of dynamic RoPE and LongRoPE follow the longest position of the whole row once it exceeds the context
+    for which the model was first trained.
+    """
+    limits = []
+    for values in {id(values): values for module in model.modules() for _, values in with_configs(module)}.values():
+        ropes = values.get("rope_parameters") or values.get("rope_scaling")
+        if not isinstance(ropes, dict):
+            continue
+        for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
+            if (rope.get("rope_type") or rope.get("type")) in _BY_ROW:
+                names = "original_max_position_embeddings", "max_position_embeddings"
+                limits += [each[name] for name in names for each in (rope, values) if each.get(name)][:1]
+    return min(limits, default=None)
+
+
+def against_packing(model: nn.Module, longest: int) -> str:
+    """The reason in a model's configuration why its documents cannot share a row, and the way out; empty if none.
+
+    Args:
+        model: with its configuration, or a part of it.
+        longest: tokens of the longest document there can be.
+
+    Complexity:
+        O(modules).
+    """
+    limit = longest_document(model)
+    if limit is not None and longest > limit:
+        return (
+            f"has dynamic or LongRoPE of {limit} tokens, and a document has {longest}: its factors follow the longest "
+            f"document of a row, so the others would be trained with other factors than alone; give "
+            f"max_document_tokens={limit}"
+        )
+    for module in model.modules():
+        if getattr(module, "neftune_noise_alpha", None):
+            return _NEFTUNE
+        configs = getattr(module, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            if getattr(config, "is_prompt_learning", False):
+                return (
+                    f"is tuned by a {type(config).__name__}: its virtual tokens come before the first document of a "
+                    "row only; use LoRA or another adapter of weights"
+                )
+    return ""
+
+
+def special_tokens(parts: Sequence[nn.Module]) -> frozenset[int]:
+    """Tokens that a model's configurations name: ends of texts, padding, places of images and sounds."""
+    found: set[int] = set()
+    for _, name, value in _numbers(parts):
+        if name.endswith(("_token_id", "_token_index")):
+            found.add(value)
+    return frozenset(found)
+
+
+def limit_of(parts: Sequence[nn.Module]) -> int:
+    """The most tokens, up to 2,048, of a window, a chunk or a context that a model's configurations name; 0 if none."""
+    names = ("window", "chunk", "original_max_position")
+    return max(
+        (value for _, name, value in _numbers(parts) if value <= _SHORT and any(word in name for word in names)),
+        default=0,
+    )
+
+
+def _numbers(parts: Sequence[nn.Module]) -> Iterator[tuple[Any, str, int]]:
+    """Whole numbers of all configurations, those in lists and dictionaries too, with their owners and names."""
+    owners = {id(owner): owner for part in parts for module in part.modules() for owner, _ in with_configs(module)}
+    for owner in owners.values():
+        if isinstance(owner, nn.Module):
+            continue
+        for name, value in vars(owner).items():
+            inside = value.items() if isinstance(value, dict) else [(name, value)]
+            for key, each in inside:
+                for number in each if isinstance(each, list | tuple) else [each]:
+                    if isinstance(number, int) and not isinstance(number, bool):
+                        yield owner, str(key), number
 
 
 def against_forests(model: nn.Module) -> str:

@@ -74,7 +74,7 @@ def token_normalized_loss(
             raise error("weights", f"has shape {shape}: must be [{labels.shape[0]}], as labels", value=shape)
         losses = F.cross_entropy(wide, labels, ignore_index=ignore_index, reduction="none")
         total = (losses * weights.to(wide.dtype)).sum()
-    #     # Without labels the sum is 0; divide by at least 1, since 0 / 0 is NaN.
+    # Without labels the sum is 0; divide by at least 1, since 0 / 0 is NaN.
     at_least_1 = num_valid_tokens.clamp(min=1) if isinstance(num_valid_tokens, Tensor) else max(num_valid_tokens, 1)
     return total / at_least_1
 

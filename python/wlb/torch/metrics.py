@@ -35,12 +35,12 @@ class StepMetrics:
     Nothing here communicates or waits for a device. `CostTracker` reports the measured times of micro-batches.
 
     Args:
-        loader: The loader of the steps: its `metrics()` knows the delays. None: no delays.
-        sinks: Destinations of lines on this rank: a TensorBoard `SummaryWriter`, a Weights & Biases run (or the
+        loader: the loader of the steps: its `metrics()` knows the delays. None: no delays.
+        sinks: destinations of lines on this rank: a TensorBoard `SummaryWriter`, a Weights & Biases run (or the
             module), a
             Lightning logger, an `Accelerator`, or a function of a dictionary and the number of the step. Pass none on
             other ranks.
-        every: Steps between two lines.
+        every: steps between two lines.
 
     Raises:
         WlbError: A sink is none of those; `every` is below 1.

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from wlb._errors import error
 from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.forest import ForestBatch
 
 _BALANCE: Final = "load_balancing_loss_func"  # of a router's logits and more, in the modules of Hugging Face's models
 
 
 @contextmanager
-def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
+def real_tokens(model: nn.Module, batch: PackedBatch | ForestBatch) -> Iterator[None]:
     """Tells the routers of a Hugging Face model which tokens of a row are those of documents.
 
     A model with `output_router_logits` in its configuration adds a loss that balances its experts over all tokens of
@@ -31,8 +32,8 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
             loss = model(**batch.as_hf()).loss
 
     Args:
-        model: The model, wrapped or not. Models without such a loss are left alone.
-        batch: What the model is called with, as `batch.as_hf()`.
+        model: the model, wrapped or not. Models without such a loss are left alone.
+        batch: what the model is called with, as `batch.as_hf()`, or a `ForestBatch`.
 
     Raises:
         wlb.WlbError: The row has padding, and the model has a router loss from which padding cannot be left out.
@@ -41,7 +42,7 @@ def real_tokens(model: nn.Module, batch: PackedBatch) -> Iterator[None]:
         O(modules) for a row with padding; O(1) for one without.
     """
     total = batch.tokens.numel()
-    real = total - batch.num_padding
+    real = int(batch.real.sum())  # padding comes last on each rank
     with routed(model, None if real == total > 0 else real):
         yield
 
@@ -55,8 +56,8 @@ def routed(model: nn.Module, real: int | None) -> Iterator[None]:
     check_told(model, "model")
     with ExitStack() as stack:
         for module in _modules(model):
-            told = _of_real(getattr(module, _BALANCE), real)
-            stack.enter_context(mock.patch.object(module, _BALANCE, told))
+            balance = _of_real(getattr(module, _BALANCE), real)
+            stack.enter_context(mock.patch.object(module, _BALANCE, balance))
         yield
 
 

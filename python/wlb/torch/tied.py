@@ -12,6 +12,7 @@ from torch import nn
 
 from wlb._errors import error
 from wlb.torch.lazy import local
+from wlb.torch.subgroup import Subgroup
 
 _TIED: dict[str, WeakSet[TiedWeights]] = {}
 
@@ -47,8 +48,8 @@ class TiedWeights:
         WlbError: copies have other shapes, types or shards; or no rank has one. The same on every rank.
 
     Complexity:
-        Collective: every rank of the group makes it once, at the same point. Each step one all-reduce of the gradient,
-        between the ranks that have a copy.
+        Collective: every rank of the group makes it once, at the same point. In each step the ranks that have a copy
+        send each other their gradients, over the communicator of the group.
     """
 
     def __init__(self, parameter: nn.Parameter | None, *, group: dist.ProcessGroup | None = None) -> None:
@@ -69,9 +70,7 @@ class TiedWeights:
         ranks = [dist.get_global_rank(group, rank) for rank, _ in found]
         self.is_first = dist.get_rank() == ranks[0]
         if len(ranks) > 1 and parameter is not None:
-            holders = dist.new_group(ranks, use_local_synchronization=True, group_desc="tied")
-            assert isinstance(holders, dist.ProcessGroup)  # this rank is in it
-            self._holders = holders
+            self._holders = Subgroup(group, ranks)
             with torch.no_grad():
                 dist.broadcast(local(parameter), src=ranks[0], group=self._holders)
         _TIED.setdefault(group.group_name, WeakSet()).add(self)

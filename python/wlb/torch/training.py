@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -33,6 +33,9 @@ LossOf = Callable[[nn.Module, Any, int], Tensor]
 # Models whose wrappers were set to sum: looking through all modules in every step would take too long.
 _summing: WeakSet[nn.Module] = WeakSet()
 _bare: WeakSet[nn.Module] = WeakSet()
+_looked: WeakSet[nn.Module] = WeakSet()
+looks: Final[list[Callable[..., None]]] = []
+"""Checks of a model before its first step. `wlb.torch.proof` adds one: it calls `train_step`."""
 
 
 def train_step(
@@ -42,6 +45,7 @@ def train_step(
     group: dist.ProcessGroup | None = None,
     accelerator: Any = None,
     loss: LossOf | None = None,
+    verify: bool = True,
 ) -> Tensor:
     """Forward and backward of a global batch: gradients are those of the mean loss over all its labels.
 
@@ -76,6 +80,9 @@ def train_step(
         loss: replaces all of that: a function of model, batch (a `PackedBatch` or `ForestBatch`) and the number of
             labels of the global batch, which returns the micro-batch's part of the mean, for example
             `token_normalized_loss`.
+        verify: before the first step of a model in this process, check that its documents do not see each other:
+            other tokens in some documents of a short step must leave the loss of the others as it is, bit for bit. Not
+            with `loss`, which may know the documents of this step alone: `wlb.torch.verify` proves such a loop.
 
     Returns:
         The mean loss of the global batch, float32 scalar, equal on all ranks, without a graph; 0 if no label counts.
@@ -85,11 +92,14 @@ def train_step(
             other ranks than `group` share the step, or a wrapper exchanges gradients between other ranks; there are
             gradients already; a wrapper is unknown (`sum_gradients`); the model returns no logits; or it cannot run a
             forest: it has recurrent layers, convolutions, dropout, BatchNorm, experts with a capacity, or predicts
-            several tokens ahead.
+            several tokens ahead. With
+            `verify` also: a layer looks along the row, so that documents see each other; or a document is longer than
+            dynamic or LongRoPE allows in a row (`max_document_tokens`).
 
     Complexity:
         Besides the model's own work: for each part of the step one all-reduce of a number before, one of a number
-        after, and the cost of `check_agreement`.
+        after, and the cost of `check_agreement`. With `verify`, once for each model: at most eight forward passes of
+        short documents.
     """
     group = ranks_of_step(step, group)
     several = step.num_ranks > 1
@@ -106,6 +116,8 @@ def train_step(
         warn(f"step {step.number} has no label that counts on any rank: it is skipped")
         return total
     loss_of = loss or _loss
+    if verify and loss is None:
+        _look(model, step, loss_of, group, accelerator)
     batches: list[Any] = list(step.micro_batches)
     for index, batch in enumerate(batches):
         with ExitStack() as held_back:
@@ -126,15 +138,25 @@ def train_step(
     return total
 
 
+def _look(model: nn.Module, step: AnyStep, loss_of: LossOf, group: dist.ProcessGroup | None, accelerator: Any) -> None:
+    """Refuses layers that look along the row, once for each model."""
+    if model in _looked:
+        return
+    for look in looks:
+        look(model, step, loss_of, group=group, accelerator=accelerator)
+    _looked.add(model)
+
+
 @contextmanager
 def untrained(model: nn.Module) -> Iterator[None]:
     """Undoes the changes that `train_step` makes to a model and its wrappers, except gradients."""
-    known = [models for models in (_summing, _bare) if model in models]
+    known = [models for models in (_summing, _bare, _looked) if model in models]
+    _looked.add(model)  # what runs inside proves more
     try:
         with unchanged(model):
             yield
     finally:
-        for models in (_summing, _bare):
+        for models in (_summing, _bare, _looked):
             if models not in known:
                 models.discard(model)
 

@@ -66,7 +66,7 @@ from wlb._choices import Schedule
 from wlb._core import MAX_MICRO_BATCHES, simulate_pipeline
 from wlb._errors import check_integer, error, numbers
 from wlb._shown import explained
-from wlb.models import Attention, Block, FeedForward, Layer, ModelConfig
+from wlb.models import Attention, Block, CountedBlock, FeedForward, Layer, ModelConfig
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.cluster.parallel import GRADIENT_BYTES, ParallelLayout, Recompute, default_schedule
 
@@ -157,6 +157,10 @@ def exchanged_width(layer: Layer, layout: ParallelLayout) -> int:
     so nothing is counted.
     """
     own = sum(kv_width(block, layout) - block.kv_width for block in layer.of_kind(Attention))
+    for block in layer.of_kind(CountedBlock):
+        whole = block.num_kv_heads * block.head_dim
+        if 2 * whole <= block.exchanged:  # not of latent attention, nor where keys are the values
+            own += max(1, block.num_kv_heads // layout.tp) * block.head_dim - whole
     return 2 * own + sum(block.exchanged for block in layer.blocks)
 
 

@@ -138,61 +138,137 @@ def stage_seconds(
         O(m * stages).
     """
     layout.check(model=model)
-    count = _entries("tokens", tokens, numbers("tokens", tokens).size)
-    kinds = tuple(model.kinds)
-    forward_attention = _by_kind("attention_forward", attention_forward, count.size, len(kinds))
-    backward_attention = _by_kind("attention_backward", attention_backward, count.size, len(kinds))
-    overlaps = {"cp_overlap": cp_overlap, "tp_overlap": tp_overlap, "ep_overlap": ep_overlap}
-    for name, share in (overlaps | {"p2p_overlap": p2p_overlap}).items():
-        check_share(name, share)
+    overlaps = {"cp": cp_overlap, "tp": tp_overlap, "ep": ep_overlap, "p2p": p2p_overlap}
+    for axis, share in overlaps.items():
+        check_share(f"{axis}_overlap", share)
     check_imbalance(expert_imbalance)
-    given_counts = {
-        "visiting_tokens": visiting_tokens,
-        "fullest_tokens": fullest_tokens,
-        "keys_gathered": keys_gathered,
-    }
-    visiting, fullest, sent_keys = (
-        count if given is None else _entries(name, given, count.size) for name, given in given_counts.items()
+    count = _entries("tokens", tokens, numbers("tokens", tokens).size)
+    kinds = len(model.kinds)
+
+    def given(name: str, values: ArrayLike | None, default: Floats) -> Floats:
+        return default if values is None else _entries(name, values, count.size)
+
+    sent = given("keys_gathered", keys_gathered, count)
+    work = _Work(
+        tokens=count,
+        attention_forward=_by_kind("attention_forward", attention_forward, count.size, kinds),
+        attention_backward=_by_kind("attention_backward", attention_backward, count.size, kinds),
+        visiting=given("visiting_tokens", visiting_tokens, count),
+        fullest=given("fullest_tokens", fullest_tokens, count),
+        keys_sent=sent,
+        keys_returned=given("keys_moved", keys_moved, sent * (layout.cp - 1)),
+        expert_imbalance=expert_imbalance,
     )
-    others = sent_keys * (layout.cp - 1)
-    returned = others if keys_moved is None else _entries("keys_moved", keys_moved, count.size)
-
-    over = np.flatnonzero(sent_keys > count)
-    if over.size:
-        index = int(over[0])
-        message = f"= {sent_keys[index]:g}: a rank has {count[index]:g} tokens"
-        raise error("keys_gathered", message, index=index, value=float(sent_keys[index]))
-    over = np.flatnonzero(returned > others)
-    if over.size:
-        index = int(over[0])
-        message = f"= {returned[index]:g}: other ranks send {others[index]:g} keys"
-        raise error("keys_moved", message, index=index, value=float(returned[index]))
-
-    hidden_size = model.hidden_size
-    flops = np.array([float(kind.token_flops(hidden_size)) for kind in kinds])
-    gain = fp8_gain(layout, hardware)
+    _check_keys(work, layout)
     if (linear_forward is None) != (linear_backward is None):
         missing = "linear_forward" if linear_forward is None else "linear_backward"
         raise error(missing, "is missing: both passes are measured, or neither")
-    if linear_forward is None or linear_backward is None:
-        layer = count[:, None] * flops / (hardware.flops_per_second * layout.tp)
-        layer_gradient = layer
+    linear = _linear(work, model, layout, hardware, linear_forward, linear_backward)
+    gather, home = _exchanged_keys(work, model, layout, hardware)
+    gather, home = (1 - cp_overlap) * gather, (1 - cp_overlap) * home
+    exchange = (1 - tp_overlap) * _among_tensor_ranks(work, model, layout, hardware)
+    to_experts = (1 - ep_overlap) * _to_experts(work, model, layout, hardware)
+    zero = np.zeros_like(exchange)
+    attention = np.stack([work.attention_forward, work.attention_backward, zero], axis=-1)
+    compute = _of_layers(linear, work, model, layout) / fp8_gain(layout, hardware) + attention
+
+    # What each pass of a layer takes, and what recomputation repeats of the forward pass.
+    nothing = (zero, zero, zero, zero)
+    again_cp, again_tp, again_ep, again = {
+        "full": (gather, exchange, to_experts, compute[..., 0]),
+        "attention": (gather, zero, zero, work.attention_forward),
+    }.get(layout.recompute, nothing)
+    exposed_cp = _over_stages(np.stack([gather, gather + home, zero], axis=-1), again_cp, model, layout)
+    exposed_tp = _over_stages(np.stack([exchange, exchange, zero], axis=-1), again_tp, model, layout)
+    exposed_ep = _over_stages(np.stack([to_experts, to_experts, zero], axis=-1), again_ep, model, layout)
+    seconds = _over_stages(compute, again, model, layout)
+    seconds[:, -1] += _head(linear, model, layout)
+    p2p = _between_stages(work, model, layout, hardware)
+    exposed_pp = np.zeros_like(seconds)
+    exposed_pp[:, 1:, 0] = exposed_pp[:, :-1, 1] = (1 - p2p_overlap) * p2p[:, None]
+    made = StageSeconds(seconds, exposed_cp, exposed_tp, exposed_ep, exposed_pp, p2p_overlap * p2p)
+    return dataclasses.replace(made, seconds=seconds + made.exposed)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the micro-batches bring, checked."""
+
+    tokens: Floats  # [m] of the fullest context-parallel rank
+    attention_forward: Floats  # [m, kinds] seconds in a layer
+    attention_backward: Floats  # [m, kinds]
+    visiting: Floats  # [m] tokens of the mean rank of those that divide experts
+    fullest: Floats  # [m] tokens of the fullest of these ranks
+    keys_sent: Floats  # [m] by every context-parallel rank
+    keys_returned: Floats  # [m] of which the rank with most of them returns gradients
+    expert_imbalance: float
+
+
+def _check_keys(work: _Work, layout: ParallelLayout) -> None:
+    """Refuses more keys than the ranks have."""
+    others = work.keys_sent * (layout.cp - 1)
+    for name, keys, most, whose in (
+        ("keys_gathered", work.keys_sent, work.tokens, "a rank has {:g} tokens"),
+        ("keys_moved", work.keys_returned, others, "other ranks send {:g} keys"),
+    ):
+        over = np.flatnonzero(keys > most)
+        if over.size:
+            index = int(over[0])
+            message = f"= {keys[index]:g}: {whose.format(most[index])}"
+            raise error(name, message, index=index, value=float(keys[index]))
+
+
+def _linear(
+    work: _Work,
+    model: ModelConfig,
+    layout: ParallelLayout,
+    hardware: Hardware,
+    forward: ArrayLike | None,
+    backward: ArrayLike | None,
+) -> Floats:
+    """float64[m, kinds, 3]: everything but attention in a layer, as measured, or else by FLOPs."""
+    if forward is None or backward is None:
+        layer = gradient = work.tokens[:, None] * _flops(model) / (hardware.flops_per_second * layout.tp)
     else:
         _ = model.feed_forward  # one measurement stands for all layers
-        layer = _entries("linear_forward", linear_forward, count.size)[:, None] + np.zeros(len(kinds))
-        layer_gradient = (_entries("linear_backward", linear_backward, count.size) / 2)[:, None] + np.zeros(len(kinds))
+        kinds = np.zeros(len(model.kinds))
+        layer = _entries("linear_forward", forward, work.tokens.size)[:, None] + kinds
+        gradient = (_entries("linear_backward", backward, work.tokens.size) / 2)[:, None] + kinds
+    return np.stack([layer, gradient, gradient], axis=-1)
 
-    cp, tp = Communicator.along("cp", layout, hardware), Communicator.along("tp", layout, hardware)
-    widths = np.array([exchanged_width(kind, layout) for kind in kinds])
-    key_bytes = widths * layout.number_bytes
-    gather = (1 - cp_overlap) * cp.all_gather(key_bytes * sent_keys[:, None] * layout.cp)
+
+def _of_layers(linear: Floats, work: _Work, model: ModelConfig, layout: ParallelLayout) -> Floats:
+    """float64[m, kinds, 3]: the linear part with the visits to experts, without frozen weights, with adapters."""
+    flops, hidden_size = _flops(model), model.hidden_size
+    by_visits = np.ones(linear.shape[:2])
+    if layout.ep > 1:
+        # Experts take their share of a layer's FLOPs and time, for arriving tokens instead of the rank's own.
+        visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in model.kinds])
+        others = (work.expert_imbalance * work.visiting - work.tokens) / np.maximum(work.tokens, 1)
+        by_visits += others[:, None] * visits / flops
+    adapters = [2.0 * adapter_parameters(kind, hidden_size, layout.lora_rank) for kind in model.kinds]
+    return np.asarray(linear * (by_visits[..., None] * _trained(layout) + (np.array(adapters) / flops)[:, None]))
+
+
+def _exchanged_keys(
+    work: _Work, model: ModelConfig, layout: ParallelLayout, hardware: Hardware
+) -> tuple[Floats, Floats]:
+    """float64[m, kinds]: context-parallel ranks gather keys and values, and return their gradients."""
+    cp = Communicator.along("cp", layout, hardware)
+    key_bytes = np.array([exchanged_width(kind, layout) for kind in model.kinds]) * layout.number_bytes
+    gather = cp.all_gather(key_bytes * work.keys_sent[:, None] * layout.cp)
     # A rank keeps its own share of an all-to-all, so the bytes of the exchange are more than those that move.
-    home = (1 - cp_overlap) * cp.all_to_all(key_bytes * returned[:, None] * layout.cp / max(layout.cp - 1, 1))
-    hidden = count * model.hidden_size * layout.number_bytes
+    home = cp.all_to_all(key_bytes * work.keys_returned[:, None] * layout.cp / max(layout.cp - 1, 1))
+    return gather, home
+
+
+def _among_tensor_ranks(work: _Work, model: ModelConfig, layout: ParallelLayout, hardware: Hardware) -> Floats:
+    """float64[m, kinds]: tensor-parallel ranks exchange the tokens of each block of a layer, in a pass."""
+    tp, hidden = Communicator.along("tp", layout, hardware), _hidden(work, model, layout)
     one_block = tp.all_gather(hidden) + tp.reduce_scatter(hidden) if layout.sequence_parallel else tp.all_reduce(hidden)
-    blocks = np.array([float(len(kind.sublayers)) for kind in kinds])
-    to_experts, among_experts = np.zeros_like(layer), np.zeros_like(layer)
-    rows = np.array([visit_width(model, kind) for kind in kinds]) / hidden_size
+    blocks = np.array([float(len(kind.sublayers)) for kind in model.kinds])
+    among_experts = np.zeros((work.tokens.size, len(model.kinds)))
+    rows = _rows(model)
     if layout.tp_of_experts != layout.tp:
         # Rows of all tokens of an expert's tensor-parallel ranks, instead of a dense block's rows.
         arrived = hidden * layout.tp_of_experts / layout.tp
@@ -201,60 +277,66 @@ def stage_seconds(
         blocks -= rows > 0
     elif layout.ep > 1:
         blocks += np.where(rows > 0, rows - 1, 0.0)
-    if layout.ep > 1:
-        share = layout.tp if layout.sequence_parallel else 1
-        sent = expert_imbalance * fullest[:, None] * rows * hidden_size * layout.number_bytes / share
-        there_and_back = 2 * Communicator.along("ep", layout, hardware).all_to_all(sent)
-        to_experts = (1 - ep_overlap) * there_and_back
-    exchange = (1 - tp_overlap) * (blocks * one_block[:, None] + among_experts)
+    return np.asarray(blocks * one_block[:, None] + among_experts)
 
-    zero = np.zeros_like(layer)
-    layer_cp = np.stack([gather, gather + home, zero], axis=-1)
-    layer_tp = np.stack([exchange, exchange, zero], axis=-1)
-    layer_ep = np.stack([to_experts, to_experts, zero], axis=-1)
-    linear = np.stack([layer, layer_gradient, layer_gradient], axis=-1)
-    trained = np.array([1.0, 1.0, 0.0 if layout.lora_rank else 1.0])  # frozen weights have no gradient
-    by_visits = np.ones_like(layer)
-    if layout.ep > 1:
-        # Experts take their share of a layer's FLOPs and time, for arriving tokens instead of the rank's own.
-        visits = np.array([sum(b.expert_flops(hidden_size) for b in kind.of_kind(FeedForward)) for kind in kinds])
-        others = (expert_imbalance * visiting - count) / np.maximum(count, 1)
-        by_visits += others[:, None] * visits / flops
-    adapters = np.array([2.0 * adapter_parameters(kind, hidden_size, layout.lora_rank) for kind in kinds]) / flops
-    layer_linear = linear * (by_visits[..., None] * trained + adapters[:, None]) / gain
-    layer_compute = layer_linear + np.stack([forward_attention, backward_attention, zero], axis=-1)
 
-    # [micro-batches, stages, 3], each the sum over the layers of a stage, kind by kind.
+def _to_experts(work: _Work, model: ModelConfig, layout: ParallelLayout, hardware: Hardware) -> Floats:
+    """float64[m, kinds]: an all-to-all to the experts and one back, in a pass."""
+    if layout.ep == 1:
+        return np.zeros((work.tokens.size, len(model.kinds)))
+    share = layout.tp if layout.sequence_parallel else 1
+    rows = work.expert_imbalance * work.fullest[:, None] * _rows(model)
+    sent = rows * model.hidden_size * layout.number_bytes / share
+    return np.asarray(2 * Communicator.along("ep", layout, hardware).all_to_all(sent))
+
+
+def _between_stages(work: _Work, model: ModelConfig, layout: ParallelLayout, hardware: Hardware) -> Floats:
+    """float64[m]: an output or its gradient to the neighbouring stage."""
+    sent = _hidden(work, model, layout) * (model.residual_width / model.hidden_size)
+    sent = sent / (layout.tp if layout.sequence_parallel else 1)
+    return np.asarray(Communicator.along("pp", layout, hardware).neighbour(sent))
+
+
+def _over_stages(part: Floats, repeated: Floats, model: ModelConfig, layout: ParallelLayout) -> Floats:
+    """float64[m, stages, 3]: a part of each kind of layer, summed over a stage's layers.
+
+    `repeated` is what is computed again of the forward pass, in the gradient of inputs.
+    """
     layers = layout.kinds_of_stages(model).astype(np.float64)
     again = layout.recomputed_of_stages(model).astype(np.float64)
     predicting = _prediction_kinds(model)
     layers[-1] += predicting
     again[-1] += predicting if layout.recompute != "none" else 0.0
+    summed = np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
+    summed[..., 1] += (repeated[:, None] * again).sum(axis=2)
+    return summed
 
-    def over_stages(part: Floats, repeated: Floats) -> Floats:
-        """Sums over a stage's layers; repeated parts of the forward pass are in the gradient of inputs."""
-        summed = np.asarray((part[:, None] * layers[None, :, :, None]).sum(axis=2))
-        summed[..., 1] += (repeated[:, None] * again).sum(axis=2)
-        return summed
 
-    nothing = np.zeros_like(layer)
-    repeated = {
-        "full": (gather, exchange, to_experts, layer_compute[..., 0]),
-        "attention": (gather, nothing, nothing, forward_attention),
-    }.get(layout.recompute, (nothing,) * 4)
-    exposed_cp, exposed_tp, exposed_ep, seconds = map(
-        over_stages, (layer_cp, layer_tp, layer_ep, layer_compute), repeated
-    )
-    # Output projections run at the FLOP rate of the mean layer's linear part, on all tokens of the rank.
+def _head(linear: Floats, model: ModelConfig, layout: ParallelLayout) -> Floats:
+    """float64[m, 3]: output projections, at the FLOP rate of the mean layer's linear part, on all tokens of a rank."""
     shares = np.array(list(model.kinds.values())) / model.num_layers
-    head = (_head_flops(model) / (flops @ shares)) * np.einsum("mkp,k->mp", linear, shares)
-    seconds[:, -1] += head * trained
-    sent = hidden * (model.residual_width / hidden_size) / (layout.tp if layout.sequence_parallel else 1)
-    p2p = Communicator.along("pp", layout, hardware).neighbour(sent)
-    exposed_pp = np.zeros_like(seconds)
-    exposed_pp[:, 1:, 0] = exposed_pp[:, :-1, 1] = (1 - p2p_overlap) * p2p[:, None]
-    made = StageSeconds(seconds, exposed_cp, exposed_tp, exposed_ep, exposed_pp, p2p_overlap * p2p)
-    return dataclasses.replace(made, seconds=seconds + made.exposed)
+    head = (_head_flops(model) / (_flops(model) @ shares)) * np.einsum("mkp,k->mp", linear, shares)
+    return np.asarray(head * _trained(layout))
+
+
+def _trained(layout: ParallelLayout) -> Floats:
+    """float64[3]: frozen weights have no gradient."""
+    return np.array([1.0, 1.0, 0.0 if layout.lora_rank else 1.0])
+
+
+def _flops(model: ModelConfig) -> Floats:
+    """float64[kinds]: forward FLOPs of a token in a layer, without attention's."""
+    return np.array([float(kind.token_flops(model.hidden_size)) for kind in model.kinds])
+
+
+def _hidden(work: _Work, model: ModelConfig, layout: ParallelLayout) -> Floats:
+    """float64[m]: bytes of the tokens' hidden states."""
+    return np.asarray(work.tokens * model.hidden_size * layout.number_bytes)
+
+
+def _rows(model: ModelConfig) -> Floats:
+    """float64[kinds]: rows that a token sends to experts."""
+    return np.array([visit_width(model, kind) for kind in model.kinds]) / model.hidden_size
 
 
 def fp8_gain(layout: ParallelLayout, hardware: Hardware) -> float:
@@ -274,7 +356,7 @@ def check_imbalance(value: float) -> None:
     """Refuses a ratio of the largest to the mean that is below 1.
 
     Raises:
-        WlbError: It is below 1.
+        WlbError: it is below 1.
     """
     check_positive("expert_imbalance", value)
     if value < 1:

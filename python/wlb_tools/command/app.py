@@ -23,7 +23,6 @@ from wlb_tools.command.commands.profile import profile
 from wlb_tools.command.commands.simulate import simulate
 from wlb_tools.command.commands.tune import tune
 from wlb_tools.command.errors import CliError, in_options, option
-from wlb_tools.command.inputs.launch import with_launch_file
 from wlb_tools.command.words import readable
 
 app = App(
@@ -64,9 +63,6 @@ def run(argv: Sequence[str]) -> None:
             sys.exit(0 if argv else 2)
         if "--help-all" in argv:
             print(help.examples(help.command_of(app, argv)), end="\n\n")
-        argv, said = with_launch_file(argv)
-        for line in said:
-            print(line, file=sys.stderr)
         called, bound, injected = app.parse_args(argv, print_error=False, exit_on_error=False)
         if "command_line" in injected:
             bound.arguments["command_line"] = shlex.join(["wlb", *map(readable, typed)])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from dataclasses import fields
 
 import wlb
 from wlb_tools.cluster.capacity import DoesNotFit
+from wlb_tools.cluster.hardware import Hardware
+from wlb_tools.cluster.parallel import ParallelLayout
 
+_SET = "--set"
 _OPTIONS = {
+    "changes": "set",
     "cost_file": "cost-model",
     "gpu_count": "gpus",
     "kernel_model": "kernel-profile",
@@ -15,9 +21,7 @@ _OPTIONS = {
     "model_name": "model",
     "num_micro_batches": "micro-batches",
     "num_queues": "queues",
-    "num_virtual_stages": "virtual-stages",
     "outlier_thresholds": "thresholds",
-    "reserved_bytes": "reserved-gib",
     "world_size": "gpus",
 }
 """Options of arguments of the library that have another name."""
@@ -45,11 +49,29 @@ def in_options(error: wlb.WlbError, options: Collection[str] | None = None) -> s
     if argument is None or not text.startswith(argument):
         return text
     name = f"--{option(argument)}"
-    return name + text[len(argument) :] if options is None or name in options else text
+    if name in (_ON_A_CLUSTER if options is None else options):
+        return name + text[len(argument) :]
+    if options is None or _SET in options:
+        return f"{_SET} {_dotted(argument)}{text[len(argument) :]}"
+    return text
+
+
+_ON_A_CLUSTER = frozenset(f"--{name}" for name in ("tp", "cp", "pp", "dp", "gpus", "model", "gpu", "micro-batches"))
+"""Options of commands about a cluster that an argument of the library may have; `--set` has the others."""
 
 
 def setting(argument: str, value: object) -> str:
-    """An argument with a value as an option: `--tp 16`, `--fused-loss`, `--no-fused-ffn`."""
-    if isinstance(value, bool):
-        return f"--{'' if value else 'no-'}{option(argument)}"
-    return f"--{option(argument)} {value}"
+    """An argument with a value as a command line has it: `--tp 16`, or `--set layout.fused_loss=true`."""
+    name = f"--{option(argument)}"
+    if name in _ON_A_CLUSTER:
+        return f"{name} {value}"
+    return f"{_SET} {_dotted(argument)}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _dotted(argument: str) -> str:
+    """The name of a setting in a scenario: `layout.fsdp` for the argument `fsdp`."""
+    argument = {"num_virtual_stages": "virtual_stages"}.get(argument, argument)
+    for table, cls in (("layout", ParallelLayout), ("hardware", Hardware)):
+        if argument in {field.name for field in fields(cls)}:
+            return f"{table}.{argument}"
+    return argument

@@ -33,7 +33,19 @@ EXAMPLES = {
 _FEW = 16  # most options of a command whose help explains them all
 _OFTEN = frozenset(
     (
-        *("--model", "--gpu", "--gpus", "--tp", "--cp", "--pp", "--dp", "--from", "--trainer", "--global-batch"),
+        *(
+            "--model",
+            "--gpu",
+            "--gpus",
+            "--tp",
+            "--cp",
+            "--pp",
+            "--dp",
+            "--from",
+            "--trainer",
+            "--global-batch",
+            "--set",
+        ),
         *("--variants", "--method", "--dp-size", "--steps", "--context", "--max-tokens", "--micro-batches"),
         *("--tokenizer", "--field", "--max-mean-delay", "--output", "--json"),
     )

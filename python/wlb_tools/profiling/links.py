@@ -29,7 +29,7 @@ class LinkTimes:
     """Seconds of an all-gather among all ranks of a group, by the bytes that each rank has afterwards.
 
     Attributes:
-        size: Number of ranks.
+        size: number of ranks.
         num_bytes: int64 [sizes].
         seconds: float64 [sizes]: median over repetitions of the time of the slowest rank.
     """
@@ -66,14 +66,14 @@ def probe_link(
     Run nothing else meanwhile. The links in a node and between nodes differ: probe a group of each.
 
     Args:
-        group: Two ranks or more; default: the whole world.
-        device: Device of the tensors, one that the group's backend takes.
-        num_bytes: Sizes of the gathered tensor, ascending, each at least one byte a rank; rounded down to a multiple of
+        group: two ranks or more; default: the whole world.
+        device: device of the tensors, one that the group's backend takes.
+        num_bytes: sizes of the gathered tensor, ascending, each at least one byte a rank; rounded down to a multiple of
             the number of ranks.
-        repeats: Repetitions of each size, after two that warm up.
+        repeats: repetitions of each size, after two that warm up.
 
     Raises:
-        WlbError: There is only one rank; there is no size, or one that does not ascend; or no repetition.
+        WlbError: there is only one rank; there is no size, or one that does not ascend; or no repetition.
     """
     size = dist.get_world_size(group)
     if size < 2:

@@ -25,7 +25,7 @@ from wlb_tools.simulation.balance import Floats
 from wlb_tools.simulation.planner import obstacle
 from wlb_tools.simulation.run import simulate
 from wlb_tools.simulation.scenario import Scenario
-from wlb_tools.simulation.tuning import KINDS, SPLITS, Choice, Kind, Objective, Settings
+from wlb_tools.simulation.tuning import SPLITS, Choice, Kind, Objective, Settings
 
 WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed", "per_document")
 """Kinds of plans without wlb; a gain is relative to the best of them on its best layout.
@@ -373,7 +373,7 @@ class _Search:
         try:
             outcome = simulate(self._lengths, scenario, variants={settings.kind: settings.variant}).baseline
         except WlbError as reason:
-            self._refused[f"{KINDS[settings.kind]} has no plan for it ({reason})"] += 1
+            self._refused[f"{settings.title} has no plan for it ({reason})"] += 1
             self._found[key] = None
             return None
         choice = self._found[key] = Choice(**vars(settings), outcome=outcome)

@@ -18,8 +18,7 @@ from wlb._core import (
     Packer,
     Packing,
     pack,
-    tune_delay_price,
-    tune_outlier_thresholds,
+    tune,
 )
 from wlb._results import TuneResult
 from wlb_tools.simulation.stream import GlobalBatches, Reading
@@ -227,18 +226,18 @@ def tune_waiting(
     max_step_cost: float | None = None,
     max_early: int = 0,
 ) -> TuneResult:
-    """The best setting of waiting, for these documents and a packer with these arguments.
+    """The best setting of waiting, for these documents and a packer with these arguments, by `wlb.tune`.
 
-    With `queues` it tunes their thresholds, by `wlb.tune_outlier_thresholds`. Without, it tunes the price of delay of
-    the adaptive release within a bound on the work of steps, with documents up to `max_early` iterations before their
-    turn, by `wlb.tune_delay_price`. `costs` and `limits` are those of documents with given costs.
+    With `queues` it tunes their thresholds. Without, it tunes the price of delay of the adaptive release within a bound
+    on the work of steps, with documents up to `max_early` iterations before their turn. `costs` and `limits` are those
+    of documents with given costs.
     """
-    options = {**packer, "max_mean_delay": max_mean_delay, "costs": costs}
+    options = {**packer, "num_queues": queues, "max_mean_delay": max_mean_delay, "costs": costs}
     if queues is None:
-        return tune_delay_price(lengths, max_step_cost=max_step_cost, max_early=max_early, **options)
-    if costs is not None:
+        options |= {"max_step_cost": max_step_cost, "max_early": max_early}
+    elif costs is not None:
         options["limits"] = limits
-    return tune_outlier_thresholds(lengths, num_queues=queues, **options)
+    return tune(lengths, **options)
 
 
 def _as_they_come(setup: Setup) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -28,6 +29,7 @@ from wlb_tools.cluster.offload import offload_seconds
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead
 from wlb_tools.cluster.parallel import V_SHAPED, ParallelLayout, default_schedule
 from wlb_tools.cluster.step_time import StageSeconds, check_imbalance, fp8_gain, stage_seconds
+from wlb_tools.simulation.data import arguments, read_toml
 from wlb_tools.simulation.methods import Setup, meeting_ranks
 
 Floats = NDArray[np.float64]
@@ -131,6 +133,46 @@ class Scenario:
     reserved_bytes: int = RESERVED_BYTES
     noise: float = 0.0
     noise_seed: int = 0
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Scenario:
+        """A scenario from a TOML file, see `from_dict`. Relative paths begin at its folder, or where Python runs.
+
+        Raises:
+            WlbError: the file cannot be read, or as `from_dict`.
+
+        Examples:
+            >>> import pathlib, tempfile
+            >>> import wlb_tools
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "scenario.toml")
+            >>> _ = path.write_text('''
+            ... model = "llama2-7b"
+            ... gpu = "h100"
+            ... context = 65536
+            ... [layout]
+            ... tp = 8
+            ... pp = 4
+            ... ''')
+            >>> wlb_tools.Scenario.from_toml(path).layout.world_size
+            32
+        """
+        return cls.from_dict(read_toml(path), folder=os.path.dirname(os.fspath(path)))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, folder: str | os.PathLike[str] = "") -> Scenario:
+        """A scenario from plain values.
+
+        Args:
+            data: fields of a scenario by name. `model` is a preset, the path of a config.json or a table of sizes;
+                `gpu` is a preset of `Hardware`, whose fields the table `hardware` changes; `layout` is a table of
+                fields of `ParallelLayout`; `kernel_model` is the name or path of a profile; `cost_model` the path of
+                what `wlb fit` wrote. Objects may stand in the place of tables.
+            folder: where relative paths begin, if the file is there.
+
+        Raises:
+            WlbError: a setting is unknown (the error names the nearest), or as `Scenario`.
+        """
+        return cls(**arguments(data, cls, folder=folder))
 
     def __post_init__(self) -> None:
         self.layout.check(model=self.model)

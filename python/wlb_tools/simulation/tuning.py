@@ -25,22 +25,14 @@ from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.variants import VARIANTS, Strategy, Variant
 
 Cutting = Literal["plain", "fixed", "per_document", "adaptive_cp"]
-Kind = Literal[Cutting, "no_waiting", "queues", "adaptive_release", "early", "dynamic_cp", "wlb_dynamic_cp"]
+Kind = Literal[Cutting, "no_waiting", "wlb_fitted", "adaptive_release", "early", "dynamic_cp", "wlb_dynamic_cp"]
 Objective = Literal["tokens", "flops"]
 
 CUTTING: tuple[Cutting, ...] = get_args(Cutting)
 """Kinds that cut documents at the end of a context: names in `wlb_tools.simulation.VARIANTS`, the baseline first."""
 
-KINDS: dict[Kind, str] = {
-    **{name: VARIANTS[name].title for name in CUTTING},
-    "no_waiting": "nothing waits",
-    "queues": "outlier queues",
-    "adaptive_release": "adaptive release",
-    "early": "adaptive release, early",
-    "dynamic_cp": "Dynamic-CP",
-    "wlb_dynamic_cp": "Dynamic-CP + release",
-}
-"""Kinds of plans in the order of their complexity, and their names in reports."""
+KINDS: tuple[Kind, ...] = (*CUTTING, *(kind for kind in get_args(Kind) if kind not in CUTTING))
+"""Kinds of plans in the order of their complexity: names in `wlb_tools.simulation.VARIANTS`."""
 
 EQUAL = 0.003
 """Choices whose throughput differs by no more count as equal; the one with least memory or delay is taken."""
@@ -87,22 +79,23 @@ class Settings:
 
     @property
     def variant(self) -> Variant:
-        """The variant to simulate; `S_max` and thresholds are those of the scenario."""
+        """The variant to simulate; `S_max`, thresholds and fitted costs are those of the scenario."""
+        variant = VARIANTS[self.kind]
         if self.cuts:
-            return VARIANTS[self.kind]
-        return Variant(
-            title=KINDS[self.kind],
-            packing="dynamic_cp" if self.dynamic else "var_length",
-            strategies=(self.strategy,),
-            packer={} if self.delay_price is None else {"release": "adaptive", "delay_price": self.delay_price},
-            max_early=self.max_early,
-            split=self.split,
-        )
+            return variant
+        packer = {} if self.delay_price is None else {"release": "adaptive", "delay_price": self.delay_price}
+        changes: dict[str, Any] = {"packer": packer, "max_early": self.max_early, "split": self.split}
+        return dataclasses.replace(variant, strategies=(self.strategy,), fitted=False, **changes)
+
+    @property
+    def title(self) -> str:
+        """The method's name in reports."""
+        return VARIANTS[self.kind].title
 
     @property
     def machinery(self) -> tuple[float, ...]:
         """Sort key that grows with what a user has to build and run."""
-        return (list(KINDS).index(self.kind), STRATEGIES.index(self.strategy), self.split)
+        return (KINDS.index(self.kind), STRATEGIES.index(self.strategy), self.split)
 
 
 @explained
@@ -286,7 +279,7 @@ class _Search:
         self._report("done")
         within = {choice.kind: choice for choice in self._allowed(by_plan)} | {best.kind: best}
         shown = {kind: choice.outcome for kind, choice in within.items()}
-        queues = within.get("queues")
+        queues = within.get("wlb_fitted")
         return Tuning(
             scenario=self._scenario,
             by=self._by,
@@ -377,7 +370,7 @@ class _Search:
         return made
 
     def _queues(self, limit: int, thresholds: tuple[int, ...], split: int = 1) -> Choice:
-        kind: Kind = "queues" if thresholds else "no_waiting"
+        kind: Kind = "wlb_fitted" if thresholds else "no_waiting"
         return self._choose(Settings(kind=kind, max_tokens=limit, outlier_thresholds=thresholds, split=split))
 
     def _thresholds(self, limit: int, split: int = 1) -> TuneResult:
@@ -385,7 +378,7 @@ class _Search:
         return tune_scenario(self._lengths, scenario, scenario.setup(split=split))
 
     def _choose(self, settings: Settings) -> Choice:
-        self._report(KINDS[settings.kind])
+        self._report(VARIANTS[settings.kind].title)
         if settings in self._found:
             return self._found[settings]
         limit = self._given.max_tokens if settings.dynamic else settings.max_tokens

@@ -48,6 +48,7 @@ class Variant:
             `wlb.torch.BalancedBatchSampler` reads them.
         fitted: whether the packer gets the cluster's ratio of attention to the rest, with communication, instead of
             `Scenario.cost_model`; see `Scenario.fitted_efficiency`.
+        waits: whether outliers wait in queues, where no release rule is given.
         split: factor on the micro-batches of a global batch if documents stay whole, with a smaller default of `S_max`
             if memory needs it; for "dynamic_cp" of the packer.
     """
@@ -61,6 +62,7 @@ class Variant:
     packer: Mapping[str, Any] = field(default_factory=dict)
     max_early: int = 0
     fitted: bool = False
+    waits: bool = True
     split: int = 1
 
     def __post_init__(self) -> None:
@@ -129,7 +131,7 @@ class Variant:
     @property
     def queued(self) -> bool:
         """Whether documents wait in queues with thresholds."""
-        return self.packing == "var_length" and self.packer.get("release", "fifo") == "fifo"
+        return self.waits and self.packing == "var_length" and self.packer.get("release", "fifo") == "fifo"
 
     @property
     def packing_key(self) -> tuple[Any, ...]:
@@ -140,6 +142,7 @@ class Variant:
             tuple(sorted(self.packer.items())),
             self.max_early,
             self.fitted,
+            self.waits,
             self.split,
             self.dealt,
         )
@@ -165,15 +168,17 @@ VARIANTS: dict[str, Variant] = {
     "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
     "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
     "whole": Variant(title="Plain-4D, uncut", packing="whole"),
+    "no_waiting": Variant(title="WLB, nothing waits", **_WLB, fitted=True, waits=False),
     "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
 }
 """Variants by name, the baseline first. Those of the paper (section 7.1, figure 13) are Plain-4D, Fixed-4D, each
 optimisation alone and all of them. Then come ours: a packer with the cluster's costs; with these, another release rule;
 with that, twice as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal
-micro-batches to data-parallel ranks by cost. The last four show the effect of refining full micro-batches, of dealing
-alone, of uncut documents, and of long documents read up to four iterations before their turn."""
+micro-batches to data-parallel ranks by cost. The last five show the effect of refining full micro-batches, of dealing
+alone, of uncut documents, of packing without queues, and of long documents read up to four iterations before their
+turn."""
 
-_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "early")
+_BY_NAME_ONLY = ("refined", "as_they_come", "whole", "no_waiting", "early")
 DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
 """Variants of a default comparison: the paper's methods, and ours that a user could choose instead of WLB."""
 

@@ -9,7 +9,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Clone, Debug, PartialEq, ThisError)]
 pub enum Error {
     /// A document has no tokens, a negative number of them, or more than int32 `cu_seqlens` can count.
-    #[error("{argument}[{index}] = {value}: a document has from 1 to 2147483647 tokens")]
+    #[error("{argument}[{index}] = {value}: a document has from 1 to 2147483647 tokens{}", of_cu_seqlens(*index, *value))]
     #[allow(missing_docs)]
     Length { argument: &'static str, index: usize, value: i64 },
 
@@ -169,6 +169,11 @@ pub enum Error {
     )]
     #[allow(missing_docs)]
     ConfigChanged { fields: String },
+}
+
+/// `cu_seqlens` begin with a 0, lengths cannot.
+fn of_cu_seqlens(index: usize, value: i64) -> &'static str {
+    if (index, value) == (0, 0) { "; if these are cu_seqlens, pass np.diff(cu_seqlens)" } else { "" }
 }
 
 impl Error {

@@ -9,9 +9,7 @@ use crate::common::stream::{Event, run};
 use proptest::prelude::*;
 use wlb_core::packing::Padding;
 use wlb_core::stream::{Oversize, Packer, PackerConfig, Push, Release, StepShape, StreamMethod};
-use wlb_core::tune::{
-    FEWEST_BATCHES, ORDERS, TuneOptions, halves, reordered, tune_delay_price, tune_outlier_thresholds,
-};
+use wlb_core::tune::{FEWEST_BATCHES, ORDERS, TuneOptions, halves, reordered, tune};
 use wlb_core::{CostModel, Error, Mask, Method, pack};
 
 fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Option<u64>) -> PackerConfig {
@@ -150,13 +148,9 @@ proptest! {
         let packer =
             PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, method, ..simple(n, vec![], max_delay) };
         let (packer, tokens_per_batch) = reading(packer, share);
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
+        let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay, max_early: 0 };
         let lengths = checked(&lengths);
-        let tuned = match num_queues {
-            Some(num_queues) => tune_outlier_thresholds(&lengths, num_queues, &options, &|| true),
-            None => tune_delay_price(&lengths, &options, &|| true),
-        }
-        .unwrap();
+        let tuned = tune(&lengths, &options, &|| true).unwrap();
         let mut all = tuned.pareto.clone();
         all.push(tuned.best.clone());
         for point in &all {
@@ -198,8 +192,8 @@ proptest! {
         let lengths = [lengths, vec![last]].concat();
         let packer = PackerConfig { max_tokens: 40_000, max_document_tokens: 20_000, ..simple(n, vec![], max_delay) };
         let (packer, tokens_per_batch) = reading(packer, share);
-        let options = TuneOptions { packer: packer.clone(), max_mean_delay, max_early: 0 };
-        let tuned = tune_delay_price(&checked(&lengths), &options, &|| true).unwrap();
+        let options = TuneOptions { packer: packer.clone(), num_queues: None, max_mean_delay, max_early: 0 };
+        let tuned = tune(&checked(&lengths), &options, &|| true).unwrap();
         let default = Release::Adaptive.default_price();
         let at = |price: Option<f64>, documents: &[i32]| {
             let (release, delay_price) = (Release::Adaptive, price);
@@ -405,13 +399,12 @@ fn forged_metrics_are_refused() {
 #[test]
 fn tuning_ends_when_its_caller_says_so() {
     let (packer, _) = reading(simple(2, vec![], Some(4)), 0.5);
-    let options = TuneOptions { packer, max_mean_delay: 1.0, max_early: 0 };
     let lengths = checked(&[100; 50]);
-    let left = Cell::new(3);
-    let keep_going = || left.replace(left.get() - 1) > 0;
-    assert_eq!(tune_delay_price(&lengths, &options, &keep_going), Err(Error::Interrupted));
-    assert_eq!(left.get(), -1);
-    left.set(3);
-    assert_eq!(tune_outlier_thresholds(&lengths, 2, &options, &keep_going), Err(Error::Interrupted));
-    assert_eq!(left.get(), -1);
+    for num_queues in [None, Some(2)] {
+        let options = TuneOptions { packer: packer.clone(), num_queues, max_mean_delay: 1.0, max_early: 0 };
+        let left = Cell::new(3);
+        let keep_going = || left.replace(left.get() - 1) > 0;
+        assert_eq!(tune(&lengths, &options, &keep_going), Err(Error::Interrupted));
+        assert_eq!(left.get(), -1);
+    }
 }

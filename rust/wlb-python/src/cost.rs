@@ -95,7 +95,12 @@ pub(crate) fn read_costs(cost_model: &Bound<'_, PyAny>) -> PyResult<Model> {
         return Ok(model.get().0.clone());
     }
     let kind = cost_model.get_type().qualname().map_or_else(|_| "object".to_owned(), |name| name.to_string());
-    Err(PyTypeError::new_err(format!("'{kind}' object is no CostModel")))
+    let remedy = match kind.as_str() {
+        "ModelConfig" => ": take its .cost_model()",
+        "str" => ": wlb.ModelConfig.preset(name).cost_model() and wlb.CostModel.from_profile(name) make one",
+        _ => "",
+    };
+    Err(PyTypeError::new_err(format!("cost_model: '{kind}' object is no CostModel{remedy}")))
 }
 
 /// Reads the argument `cost_model` where `costs` may replace it.

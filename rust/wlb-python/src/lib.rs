@@ -35,7 +35,8 @@ mod _core {
     use pyo3::types::{PyDict, PyTuple};
     use wlb_core::packing::{Leftover, Method, Sync};
     use wlb_core::sharding::kernel::Generation;
-    use wlb_core::{cost, dynamic_cp, limits, pipeline, sharding, stream, tune};
+    use wlb_core::tune::MAX_MEAN_DELAY;
+    use wlb_core::{cost, dynamic_cp, limits, pipeline, sharding, stream};
 
     #[pymodule_export]
     use super::error::{BacklogWarning, StateError, WlbError};
@@ -51,7 +52,7 @@ mod _core {
         pipeline::{order_micro_batches, simulate_pipeline, simulate_steps},
         results::{hand_down, result},
         sharding::{RankShard, Shard, shard},
-        tune::{tune_delay_price, tune_outlier_thresholds},
+        tune::tune,
     };
 
     #[pymodule_export]
@@ -69,7 +70,7 @@ mod _core {
         module.add("MAX_CP_SIZE", limits::MAX_CP_SIZE)?;
         module.add("MAX_WORLD_SIZE", limits::MAX_WORLD_SIZE)?;
         module.add("MAX_STAGES", limits::MAX_STAGES)?;
-        module.add("MAX_MEAN_DELAY", tune::MAX_MEAN_DELAY)?;
+        module.add("MAX_MEAN_DELAY", MAX_MEAN_DELAY)?;
         module.add("MAX_DELAY", stream::Release::Adaptive.default_max_delay())?;
         module.add("DELAY_PRICE", stream::Release::Adaptive.default_price())?;
         module.add("IMBALANCE_RESOLUTION", stream::IMBALANCE_RESOLUTION)?;

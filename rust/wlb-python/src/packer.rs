@@ -63,16 +63,15 @@ use crate::results::answer;
 ///         (``outlier_thresholds``).
 ///     limits: float64[cost_columns], most that a micro-batch may have in each column, infinite for no limit. A
 ///         column with a limit counts as memory: it is kept below its limit and is not balanced.
-///     outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``tune_outlier_thresholds`` finds
-///         them. ``None``, the default, is the adaptive rule; ``()`` holds nothing back: a document waits only if it
-///         does not fit.
+///     outlier_thresholds: int[q], tokens, ascending: shortest length of each queue. ``wlb.tune`` finds them. ``None``,
+///         the default, is the adaptive rule; ``()`` holds nothing back: a document waits only if it does not fit.
 ///     release: "adaptive" or "fifo" (queues). It follows from ``outlier_thresholds``, so you need not give it;
 ///         ``release="fifo"`` alone means ``outlier_thresholds=()``.
 ///     delay_price: price of waiting, for the adaptive rule. With the default, 0.03, a full step of tokens
 ///         (``num_micro_batches * max_document_tokens``) waits a step if the heaviest micro-batch thereby falls by at
 ///         least 3 % of the mean one; for a tenth of these tokens 0.3 % is enough. A wait of ``d`` steps costs
 ///         ``d * (d + 1) / 2`` times as much as a wait of one. A higher price means shorter waits.
-///         ``tune_delay_price`` finds the price for a mean wait that you accept.
+///         ``wlb.tune`` finds the price for a mean wait that you accept.
 ///     max_delay: most steps that a document waits; with queues most steps in its queue, after which it may be carried
 ///         over a few steps (``bounds().delay`` is the most steps together). ``None`` is 16 with the adaptive rule, and
 ///         no limit with queues. If pushes bring more than the packer ``admits``, documents may wait longer.

@@ -552,6 +552,12 @@ impl MicroBatch {
         Array(cu_seqlens(self.pieces().iter().map(|piece| piece.length)))
     }
 
+    /// Tokens of the longest piece, 0 without one: what varlen attention takes beside ``cu_seqlens``.
+    #[getter]
+    fn max_seqlen(&self) -> i32 {
+        self.pieces().iter().map(|piece| piece.length).max().unwrap_or(0)
+    }
+
     /// Tokens of the micro-batch.
     #[getter]
     fn tokens(&self) -> i64 {

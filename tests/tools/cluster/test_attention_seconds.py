@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wlb
-from wlb.models import Attention, FeedForward, Indexer, Layer, Mamba2, Mask
+from wlb.models import Attention, CountedBlock, FeedForward, Indexer, Layer, Mask, Matrix
 from wlb.models.attention import LatentAttention
 from wlb_tools.cluster.attention_seconds import attention_of_kinds, rank_seconds, segment_seconds
 
@@ -92,7 +92,7 @@ def test_chunks_are_documents() -> None:
 def test_kinds_of_layers_take_their_share_of_flops() -> None:
     full = Attention(num_heads=8, num_kv_heads=2, head_dim=64)
     half = Attention(num_heads=4, num_kv_heads=2, head_dim=64, mask=Mask("window", 128))
-    state = Mamba2(num_heads=8, head_dim=16, state_size=16, num_groups=1, conv_kernel=4)
+    state = CountedBlock(weights=(Matrix(64, 296), Matrix(128, 64)), other_flops=9472, num_heads=8)
     sparse = LatentAttention(
         num_heads=8,
         kv_rank=32,

@@ -12,7 +12,7 @@ import wlb
 import wlb_tools
 from benches import attention as bench
 from wlb._choices import Schedule
-from wlb.models import Attention, FeedForward, GatedDeltaNet, LatentAttention, Layer, Mamba2
+from wlb.models import Attention, CountedBlock, FeedForward, LatentAttention, Layer, Matrix
 from wlb.torch.attention import keys
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.cluster.memory import (
@@ -33,14 +33,22 @@ HYBRID = (
     Layer((Attention(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm="head"), FeedForward(width=96))),
     Layer(
         (
-            GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_dim=16, value_dim=8, conv_kernel=4),
+            CountedBlock(
+                weights=(Matrix(64, 128), Matrix(64, 8), Matrix(32, 64)),
+                other_parameters=400,
+                other_flops=3840,
+                channels=96,
+                num_heads=4,
+            ),
             FeedForward(width=32, num_experts=4, experts_per_token=2, shared_width=16),
         )
     ),
     Layer(
         (LatentAttention(num_heads=4, kv_rank=24, key_dim=16, rope_dim=8, value_dim=8), FeedForward(width=80)), norms=4
     ),
-    Layer((Mamba2(num_heads=4, head_dim=16, state_size=8, num_groups=2, conv_kernel=4),), norms=1),
+    Layer(
+        (CountedBlock(weights=(Matrix(64, 164), Matrix(64, 64)), other_flops=2816, channels=96, num_heads=4),), norms=1
+    ),
 )
 SCHEDULES: list[tuple[Schedule, int]] = [
     ("gpipe", 1),
@@ -338,5 +346,5 @@ def test_layouts_that_a_block_cannot_have() -> None:
     with pytest.raises(wlb.WlbError, match="tp = 8: does not divide num_heads = 4"):
         wlb_tools.ParallelLayout(tp=8).check(model=model)
     heads = wlb.ModelConfig(hidden_size=64, vocab_size=256, layers=HYBRID[1:2])
-    with pytest.raises(wlb.WlbError, match="tp = 4: does not divide num_key_heads = 2"):
-        wlb_tools.ParallelLayout(tp=4).check(model=heads)
+    with pytest.raises(wlb.WlbError, match="tp = 8: does not divide num_heads = 4"):
+        wlb_tools.ParallelLayout(tp=8).check(model=heads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import wlb_tools
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.launch import read_launch, with_launch_file
+from wlb_tools.command.inputs.cluster import Cluster
+from wlb_tools.command.inputs.launch import read_launch
+from wlb_tools.simulation.data import read_toml
 
 MEGATRON = """#!/bin/bash
 # 8 nodes
@@ -48,7 +52,7 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES pretrain_gpt.py \\
   --num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 16 --seq-length 4096 --swiglu \\
   --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1408 --expert-model-parallel-size 4 \\
   --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \\
-  --num-layers-per-virtual-pipeline-stage 4 --micro-batch-size 1 --global-batch-size $((8 * 32)) --bf16 \\
+  --num-layers-per-virtual-pipeline-stage 4 --micro-batch-size 1 --global-batch-size 256 --bf16 \\
   --vocab-size 32000 --use-distributed-optimizer --optimizer-cpu-offload --sequence-parallel \\
   --recompute-granularity full --recompute-method block --recompute-num-layers 2
 """
@@ -169,59 +173,103 @@ def written(folder: Path, name: str) -> Path:
 def test_every_key_that_matters_is_taken_or_left_out_with_a_reason(tmp_path: Path) -> None:
     launch = read_launch(written(tmp_path, "pretrain.sh"))
     assert launch.kind == "arguments of Megatron"
-    model = launch.options.pop("model")
-    assert model is not None
-    assert model.startswith("hidden_size=4096,num_layers=32,num_heads=32,num_kv_heads=8,ffn_hidden_size=14336")
-    assert launch.options == {
-        "tp": "4",
-        "pp": "2",
-        "cp": "1",
-        "ep": "1",
-        "context": "8192",
-        "gpus": "64",
-        "micro-batch-size": "2",
-        "micro-batches": "64",
-        "recompute": "attention",
-        "fsdp": "zero1",
-        "dp-replicate": "2",
-        "fp8": "parameters",
+    sizes = launch.settings.pop("model")
+    assert (sizes["hidden_size"], sizes["num_layers"], sizes["num_kv_heads"]) == (4096, 32, 8)
+    assert launch.settings == {
+        "layout.tp": 4,
+        "layout.pp": 2,
+        "layout.cp": 1,
+        "layout.ep": 1,
+        "context": 8192,
+        "gpus": 64,
+        "micro_batch_size": 2,
+        "num_micro_batches": 64,
+        "layout.recompute": "attention",
+        "layout.fsdp": "zero1",
+        "layout.dp_replicate": 2,
+        "layout.fp8": "parameters",
     }
     assert launch.left == ["--fp8-amax-history-len = 1024: FP8 is priced alike in every recipe"]
 
-    launch = read_launch(written(tmp_path, "experts.sh"))
-    assert launch.options["virtual-stages"] == "2"
-    assert launch.options["micro-batches"] == "256"
-    assert "num_experts=8,experts_per_token=2" in str(launch.options["model"])
-    assert "ffn_hidden_size=1408" in str(launch.options["model"])
-    assert launch.options["expert-tp"] == "1"
-    assert launch.options["offload-optimizer"] == "1"
-    assert (launch.options["recompute"], launch.options["recompute-layers"]) == ("full", "2")
-    assert launch.left == []
 
-    launch = read_launch(written(tmp_path, "arguments.txt"))
-    assert launch.options["stage-layers"] == "5,7,7,5"
-    assert launch.options["recompute"] == "selective"
-    assert [line.split(":")[0] for line in launch.left] == ["--recompute-modules = core_attn"]
+@pytest.mark.parametrize(
+    ("name", "settings", "left"),
+    [
+        (
+            "experts.sh",
+            {
+                "layout.virtual_stages": 2,
+                "num_micro_batches": 256,
+                "layout.expert_tp": 1,
+                "layout.offload_optimizer": 1,
+                "layout.recompute": "full",
+                "layout.recompute_layers": 2,
+            },
+            [],
+        ),
+        (
+            "arguments.txt",
+            {"layout.stage_layers": [5, 7, 7, 5], "layout.recompute": "selective"},
+            ["--recompute-modules = core_attn"],
+        ),
+        (
+            "titan.toml",
+            {
+                "model": "llama3-8b",
+                "layout.dp": 16,
+                "layout.dp_replicate": 2,
+                "num_micro_batches": 32,
+                "layout.fp8": "parameters",
+                "layout.recompute": "full",
+                "layout.recompute_layers": 16,
+            },
+            [],
+        ),
+        (
+            "axolotl.yaml",
+            {"layout.fsdp": "zero3", "layout.recompute": "full", "layout.lora_rank": 32},
+            ["optimizer = adamw_bnb_8bit", "load_in_8bit = True"],
+        ),
+        (
+            "axolotl_fsdp.yaml",
+            {
+                "layout.dp": 8,
+                "layout.dp_replicate": 2,
+                "layout.fp8": "parameters",
+                "layout.fsdp": "zero3",
+                "layout.recompute": "full",
+                "layout.offload_optimizer": 1,
+            },
+            ["offload of parameters = True"],
+        ),
+        ("factory.yaml", {"layout.fsdp": "zero2", "layout.offload_optimizer": 1}, []),
+    ],
+)
+def test_what_a_file_says_and_what_is_left_out(
+    tmp_path: Path, name: str, settings: dict[str, Any], left: list[str]
+) -> None:
+    launch = read_launch(written(tmp_path, name))
+    assert settings.items() <= launch.settings.items()
+    assert [line.split(":")[0] for line in launch.left] == left
 
-    launch = read_launch(written(tmp_path, "titan.toml"))
-    assert launch.options["model"] == "llama3-8b"
-    assert (launch.options["dp"], launch.options["dp-replicate"]) == ("16", "2")
-    assert launch.options["micro-batches"] == "32"
-    assert launch.options["fp8"] == "parameters"
-    assert (launch.options["recompute"], launch.options["recompute-layers"]) == ("full", "16")
-    assert launch.left == []
 
-    launch = read_launch(written(tmp_path, "axolotl.yaml"))
-    assert launch.options["fsdp"] == "zero3"
-    assert launch.options["recompute"] == "full"
-    assert launch.options["lora-rank"] == "32"
-    assert [line.split(" ")[0] for line in launch.left] == ["optimizer", "load_in_8bit"]
-    launch = read_launch(written(tmp_path, "axolotl_fsdp.yaml"))
-    assert {"dp": "8", "dp-replicate": "2", "fp8": "parameters", "fsdp": "zero3"}.items() <= launch.options.items()
-    assert (launch.options["recompute"], launch.options["offload-optimizer"]) == ("full", "1")
-    assert [line.split(":")[0] for line in launch.left] == ["offload of parameters = True"]
-    launch = read_launch(written(tmp_path, "factory.yaml"))
-    assert (launch.options["fsdp"], launch.options["offload-optimizer"]) == ("zero2", "1")
+def test_torchtitans_resolved_configuration_is_its_toml(tmp_path: Path) -> None:
+    """The file that torchtitan writes is JSON with the same tables."""
+    path = tmp_path / "resolved.json"
+    path.write_text(json.dumps(read_toml(written(tmp_path, "titan.toml"))))
+    assert read_launch(path).settings == read_launch(tmp_path / "titan.toml").settings
+
+
+def test_a_scenario_is_read_as_it_stands(run: Any, tmp_path: Path) -> None:
+    """And options override it, as they override a launch file."""
+    path = tmp_path / "mine.toml"
+    path.write_text('model = "llama3-8b"\ngpu = "b200"\ncontext = 4096\n[layout]\ntp = 4\npp = 2\ncp = 1\n')
+    scenario = Cluster(launch_file=path).read().scenario()
+    assert scenario == wlb_tools.Scenario.from_toml(path)
+    changed = Cluster(launch_file=path, tp=8, changes=("layout.fsdp=zero3", "cp_overlap=0.5")).read().scenario()
+    assert (changed.layout.tp, changed.layout.fsdp, changed.cp_overlap) == (8, "zero3", 0.5)
+    path.write_text("[layuot]\ntp = 4\n")
+    assert "layuot" in run("simulate", "x.npy", "--from", path).err
 
 
 def test_a_file_of_deepspeed_is_read_where_it_is(tmp_path: Path) -> None:
@@ -230,8 +278,8 @@ def test_a_file_of_deepspeed_is_read_where_it_is(tmp_path: Path) -> None:
     deepspeed = tmp_path / "examples/deepspeed/ds_z2_offload_config.json"
     deepspeed.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}))
     launch = read_launch(path)
-    assert launch.options["fsdp"] == "zero3"
-    assert "offload-optimizer" not in launch.options
+    assert launch.settings["layout.fsdp"] == "zero3"
+    assert "layout.offload_optimizer" not in launch.settings
     assert [line.split(":")[0] for line in launch.left] == ["offload of parameters = True"]
     deepspeed.write_text("{")
     with pytest.raises(CliError, match="is no JSON"):
@@ -244,22 +292,25 @@ def test_a_file_of_deepspeed_is_read_where_it_is(tmp_path: Path) -> None:
 def test_accumulation_counts_on_the_ranks_that_there_are(tmp_path: Path) -> None:
     """Steps of gradient accumulation are a rank's; ranks are typed, or as few as there can be."""
 
-    def options(name: str, *typed: str) -> dict[str, str]:
-        words, _ = with_launch_file(["simulate", "x.npy", "--from", str(written(tmp_path, name)), *typed])
-        return {word: words[place + 1] for place, word in enumerate(words[:-1]) if word.startswith("--")}
+    def completed(name: str, batch_given: bool = False, **typed: int) -> dict[str, Any]:
+        launch = read_launch(written(tmp_path, name))
+        names = {axis if axis == "gpus" else f"layout.{axis}": value for axis, value in typed.items()}
+        launch.complete(names, batch_given=batch_given)
+        return launch.settings
 
-    assert options("axolotl.yaml")["--micro-batches"] == "4"
-    assert options("axolotl.yaml", "--dp", "8")["--micro-batches"] == "32"
-    assert options("axolotl.yaml", "--gpus=16", "--cp", "2")["--micro-batches"] == "32"
-    assert "--micro-batches" not in options("axolotl.yaml", "--dp", "8", "--global-batch", "64samples")
-    assert "--micro-batches" not in options("titan.toml", "--global-batch", "1M")
-    assert options("axolotl_fsdp.yaml")["--micro-batches"] == "16"
+    assert completed("axolotl.yaml")["num_micro_batches"] == 4
+    assert completed("axolotl.yaml", dp=8)["num_micro_batches"] == 32
+    assert completed("axolotl.yaml", gpus=16, cp=2)["num_micro_batches"] == 32
+    assert "num_micro_batches" not in completed("axolotl.yaml", batch_given=True, dp=8)
+    assert "num_micro_batches" not in completed("titan.toml", batch_given=True)
+    assert completed("axolotl_fsdp.yaml")["num_micro_batches"] == 16
     text = EXPERTS.replace("--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES", "").replace("GPUS_PER_NODE=8", "")
     path = tmp_path / "no_gpus.sh"
     path.write_text(text)
-    words, said = with_launch_file(["simulate", "x.npy", "--from", str(path)])
-    assert words[words.index("--dp") + 1] == "2", "two ranks of tp 2 for the four that divide experts"
-    assert any("not said; as few as there can be" in line for line in said)
+    launch = read_launch(path)
+    launch.complete({})
+    assert launch.settings["layout.dp"] == 2, "two ranks of tp 2 for the four that divide experts"
+    assert any("not said; as few as there can be" in line for line in launch.lines(path))
 
 
 QUOTED = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
@@ -267,7 +318,6 @@ QUOTED = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 
 def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
     """In texts of the tools, in what is said of launch files, and in what would make a model fit."""
-    import wlb_tools
     from wlb_tools.cluster import capacity
     from wlb_tools.command.app import _COMMANDS, _options
     from wlb_tools.command.errors import setting
@@ -283,18 +333,24 @@ def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
         texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
         quoted = {word for text in texts if isinstance(text, str) for word in QUOTED.findall(text)}
         assert quoted - of_others <= anywhere, path
+    fields = {field.name for field in dataclasses.fields(wlb_tools.Scenario)}
+    fields |= {f"layout.{field.name}" for field in dataclasses.fields(wlb_tools.ParallelLayout)}
+
+    def exists(text: str) -> None:
+        assert {*QUOTED.findall(text)} <= existing["simulate"], text
+        assert {*re.findall(r"--set ([\w.]+\w)", text)} <= fields, text
+
     for _, reason in module._REASONS:
-        assert {*QUOTED.findall(reason)} <= existing["simulate"], reason
+        exists(reason)
     for name in FILES:
         launch = read_launch(written(tmp_path, name))
         launch.complete({})
-        for command in ("simulate", "tune", "advise"):
-            assert {f"--{option}" for option in launch.options} <= existing[command]
+        assert launch.settings.keys() <= fields | {"gpus", "micro_batch_size"}
         for line in (*launch.taken, *launch.left):
-            assert {*QUOTED.findall(line.partition(": ")[2])} <= existing["simulate"], line
+            exists(line.partition(": ")[2])
     changes = [(name, value) for name, values in capacity._SAVINGS.items() for value in values]
     for name, value in (*changes, *((axis, 2) for axis in (*capacity._AXES, "ep", "schedule"))):
-        assert setting(name, value).split(" ")[0] in existing["simulate"]
+        exists(setting(name, value))
 
 
 def test_what_would_make_a_model_fit_does(run: Any, tmp_path: Path) -> None:
@@ -322,19 +378,20 @@ def test_launch_files_run_as_they_are(name: str, run: Any, tmp_path: Path) -> No
 
 
 def test_what_is_typed_wins(tmp_path: Path) -> None:
-    path = written(tmp_path, "pretrain.sh")
-    words, said = with_launch_file(["simulate", "x.npy", "--from", str(path), "--tp", "8"])
-    assert words.index("--tp") < len(words) - 2
-    assert words[-2:] == ["--tp", "8"]
-    assert said[0].endswith("Taken:")
-    assert with_launch_file(["pack", "x.npy", "--from", "y"]) == (["pack", "x.npy", "--from", "y"], [])
+    run = Cluster(launch_file=written(tmp_path, "pretrain.sh"), tp=8, changes=("layout.fp8=none",)).read()
+    assert (run.layout.tp, run.layout.fp8, run.layout.pp, run.layout.dp) == (8, "none", 2, 4)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("none.sh", "echo hello", "holds no arguments of Megatron"),
-        ("bad.sh", "x --num-layers $UNSET --seq-length 4096", "--num-layers .UNSET: must be a whole number"),
+        ("bad.sh", "x --num-layers $UNSET --seq-length 4096", "--num-layers .UNSET: is computed; put echo before"),
+        ("sum.sh", "x --num-layers $((2 * 16)) --seq-length 4096", "is computed; put echo before torchrun"),
+        ("asks.sh", "x --num-layers $(cat n) --seq-length 4096", "is computed; put echo before torchrun"),
+        ("more.sh", "source sizes.sh\nx --num-layers $N --seq-length 4096", "sources another file .source sizes.sh.;"),
+        ("word.sh", "x --num-layers many --seq-length 4096", "--num-layers many: must be a whole number"),
+        ("other.json", "{}", "is JSON, but not the resolved configuration of torchtitan"),
         (
             "uneven.sh",
             "x --num-layers 4 --micro-batch-size 3 --global-batch-size 128",
@@ -366,9 +423,9 @@ def test_advice_on_several_ranks_and_on_one(run: Any, tmp_path: Path) -> None:
     assert shown["answer"].startswith("Use ")
     assert "balance(trainer, max_tokens=" in shown["lines"]
     assert 0 < shown["unequal"]["of_tokens"] < shown["unequal"]["of_attention"] < 1
-    alone = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--recompute", "full", "--json").json
+    alone = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--set", "layout.recompute=full", "--json").json
     assert alone["answer"] == "Nothing is to be gained: there is one GPU, so nothing waits for it."
-    printed = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--recompute", "full").out
+    printed = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--set", "layout.recompute=full").out
     assert printed.index("Nothing is to be gained") < printed.index("The documents")
 
 

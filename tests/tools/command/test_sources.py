@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.cells import Wanted
 from wlb_tools.command.inputs.documents import Documents, read_documents, wanted
 from wlb_tools.command.output.console import progress
 
@@ -35,9 +34,10 @@ CHATS = [[{"role": "user", "content": text}, {"role": "assistant", "content": "y
 
 
 def read(*sources: Path | str, pattern: str | None = None, **options: Any) -> Documents:
-    wants = options.pop("wants", None) or wanted(**options)
     with progress(quiet=True) as bars:
-        return read_documents([str(each) for each in sources], wanted=wants, pattern=pattern, cache=None, progress=bars)
+        return read_documents(
+            [str(each) for each in sources], wanted=wanted(**options), pattern=pattern, cache=None, progress=bars
+        )
 
 
 def table(**columns: Any) -> Any:
@@ -125,6 +125,7 @@ GOOD: list[tuple[str, bytes, dict[str, Any], list[int]]] = [
     ("dictionary.parquet", parquet(table(text=pa.array(TEXTS).dictionary_encode())), {}, BYTES),
     ("lengths.parquet", parquet(table(num_tokens=TOKENS, source=TEXTS)), {}, TOKENS),
     ("numbers.parquet", parquet(table(n=TOKENS)), {"field": "n", "holds": "lengths"}, TOKENS),
+    ("chat.parquet", parquet(table(messages=CHATS)), {}, [n + 3 for n in BYTES]),
     ("named.parquet", parquet(table(body_html=TEXTS, url=TEXTS)), {"field": "url"}, BYTES),
     ("pair.parquet", parquet(table(prompt=TEXTS, completion=TEXTS)), {}, [2 * n for n in BYTES]),
     ("joined.parquet", parquet(table(a=TEXTS, b=TEXTS, c=TEXTS)), {"field": "a,c"}, [2 * n for n in BYTES]),
@@ -181,22 +182,22 @@ GOOD: list[tuple[str, bytes, dict[str, Any], list[int]]] = [
 BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("cut.parquet", parquet(table(text=TEXTS))[:-40], {}, "no whole Parquet file"),
     ("empty.parquet", b"", {}, "no whole Parquet file"),
-    ("null.parquet", parquet(table(text=["a", None])), {}, "row 1, column 'text': nothing is there"),
+    ("null.parquet", parquet(table(text=["a", None])), {}, "row 1: nothing in column 'text' .null."),
     ("unclear.parquet", parquet(table(a=TEXTS, b=TEXTS)), {}, "--field NAME; its columns: a, b"),
     ("missing.parquet", parquet(table(a=TEXTS)), {"field": "text"}, "no column 'text' .--field.; its columns: a"),
     ("numbers.parquet", parquet(table(text=[1, 2])), {}, "holds numbers .int64.: --lengths"),
     ("negative.parquet", parquet(table(length=[3, -1])), {}, "row 1: -1: a length is from 0"),
     ("dates.parquet", parquet(table(text=pa.array([1, 2], pa.date32()))), {}, "is of type date32"),
-    ("chat.parquet", parquet(table(messages=CHATS)), {}, "holds chats, which a tokenizer's template makes text of"),
+    ("roles.parquet", parquet(table(messages=[[{"content": "a"}]])), {}, "row 0: a message without a role"),
     ("floats.parquet", parquet(table(length=[1.0, 2.5])), {}, "row 1: 2.5 is no length"),
     ("cut.arrow", arrow(table(text=TEXTS))[:-30], {}, "no whole Arrow or Feather file"),
     ("cut-stream.arrow", arrow(table(text=TEXTS), stream=True)[:-8], {}, "its stream of Arrow has no end"),
     ("cut.feather", feather(table(text=TEXTS))[:-30], {}, "no whole Arrow or Feather file"),
     ("bad.jsonl", b'{"text": "fine"}\n{"text": \n', {}, "bad.jsonl:2: not JSON"),
-    ("mixed.jsonl", b'{"text": "fine"}\n{"text": 5}\n', {}, "mixed.jsonl:2: field 'text' holds a number"),
-    ("kinds.jsonl", b'{"text": "fine"}\n{"text": [1, 2]}\n', {}, "holds tokens, where the lines before"),
-    ("missing.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', {}, "nothing in field 'text' .--field.; its fields: body"),
-    ("null.jsonl", b'{"text": "fine"}\n{"text": null}\n', {}, ":2: nothing in field 'text'"),
+    ("mixed.jsonl", b'{"text": "fine"}\n{"text": 5}\n', {}, "mixed.jsonl:2: column 'text' holds a number"),
+    ("kinds.jsonl", b'{"text": "fine"}\n{"text": [1, 2]}\n', {}, "holds tokens, where the rows before"),
+    ("missing.jsonl", b'{"text": "fine"}\n{"body": "x"}\n', {}, "nothing in column 'text' .--field.; its columns"),
+    ("null.jsonl", b'{"text": "fine"}\n{"text": null}\n', {}, ":2: nothing in column 'text'"),
     ("list.jsonl", b"[1, 2]\n", {}, "is no object with fields"),
     ("utf16.jsonl", rows(text=TEXTS).decode().encode("utf-16"), {}, "is UTF-16, must be UTF-8: iconv"),
     ("latin.jsonl", '{"text": "ß"}\n'.encode("latin-1"), {}, "latin.jsonl:1: byte 10 .df. is no UTF-8"),
@@ -204,7 +205,7 @@ BAD: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("cut.jsonl.zst", zst(rows(text=[str(n) * 50 for n in range(500)]))[:-30], {}, "cannot be read"),
     ("plain.jsonl.gz", rows(text=TEXTS), {}, "cannot be read"),
     ("cut.json", json.dumps([{"text": "a"}]).encode()[:-3], {}, "not JSON"),
-    ("mixed.json", json.dumps([{"text": "a"}, {"text": 3}]).encode(), {}, "mixed.json:1: field 'text' holds a number"),
+    ("mixed.json", json.dumps([{"text": "a"}, {"text": 3}]).encode(), {}, "mixed.json: row 1: column 'text'"),
     ("strings.json", json.dumps(TEXTS).encode(), {}, "is no object with fields, but str"),
     ("ragged.csv", b"text,n\na,1\nb\n", {}, "is no table as its first line says.*[Rr]ow"),
     ("headless.csv", b"3\n1\n", {}, "has no header"),
@@ -373,24 +374,3 @@ def test_a_folder_of_save_to_disk_without_datasets(tmp_path: Path, monkeypatch: 
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "gone.arrow"}]}))
     with pytest.raises(CliError, match=r"names gone\.arrow, which is not there"):
         read(tmp_path)
-
-
-def test_chats_by_a_template() -> None:
-    wants = Wanted(chat=lambda messages: "|".join(f"{each['role']}:{each['content']}" for each in messages))
-    expected = [len(f"user:{text}|assistant:yes".encode()) for text in TEXTS]
-    shared = [[{"from": "human", "value": text}, {"from": "gpt", "value": "yes"}] for text in TEXTS]
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in {
-            "chat.parquet": parquet(table(messages=CHATS)),
-            "chat.jsonl": rows(messages=CHATS),
-            "sharegpt.jsonl": rows(conversations=shared),
-        }.items():
-            path = Path(folder, name)
-            path.write_bytes(content)
-            assert read(path, wants=wants).lengths.tolist() == expected, name
-        path = Path(folder, "bad.jsonl")
-        path.write_bytes(rows(messages=[[{"role": "user"}]]))
-        with pytest.raises(CliError, match="row 1: a message without role and content"):
-            read(path, wants=wants)

@@ -211,15 +211,6 @@ def test_examples_of_the_help_are_commands(command: str) -> None:
         app.parse_args(words, print_error=False, exit_on_error=False)
 
 
-def test_every_command_names_its_files_alike() -> None:
-    for command in help.EXAMPLES:
-        if command:
-            names = [n for each in app[command].assemble_argument_collection() for n in each.names]
-            assert not any("output-" in name for name in names)
-            if "--output" in names:
-                assert "-o" in names, command
-
-
 def test_the_command_runs_as_a_module() -> None:
     ran = subprocess.run([sys.executable, "-m", "wlb_tools", "--version"], capture_output=True, text=True, check=True)
     assert ran.stdout == f"wlb {wlb.__version__}\n"
@@ -276,8 +267,9 @@ def test_torch_layer_without_torch_says_what_to_install() -> None:
 
 def test_the_layout_page_lists_the_settings_of_its_layout(run: Any, npy: Path) -> None:
     words = ("--gpus", 8, "--global-batch", "8k", "--context", "1024", "--steps", 2, "--oversize", "split")
-    found = run("tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, "--reserved-gib", 6, "--json").json
+    room = ("--set", f"reserved_bytes={6 * 2**30}")
+    found = run("tune", npy, *words, "--tp", 4, "--cp", 2, "--pp", 1, *room, "--json").json
     best, shown = found["ranked"][0]["layout"], found["settings"]
-    assert shown["reserved_gib"] == 6
+    assert shown["reserved_bytes"] == 6 * 2**30
     for name in ("tp", "cp", "pp", "dp"):
         assert shown[name] == best[name], name

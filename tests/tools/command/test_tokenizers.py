@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,15 @@ def test_lengths_are_kept_by_content(made: Any, tmp_path: Path) -> None:
 
     def read(tokenizer: str = "tokenizer.json") -> list[int]:
         wants = wanted(tokenizer=tmp_path / tokenizer)
-        inner = wants.measure
-        assert inner is not None
+        assert wants.tokenizer is not None
+        inner = wants.tokenizer.measure
 
         def counting(texts: list[str]) -> np.ndarray:
             nonlocal calls
             calls += 1
             return inner(texts)
 
-        object.__setattr__(wants, "measure", counting)
+        wants = dataclasses.replace(wants, tokenizer=dataclasses.replace(wants.tokenizer, measure=counting))
         with progress(quiet=True) as bars:
             found = read_documents(
                 [str(tmp_path / "texts.jsonl")],
@@ -187,7 +188,7 @@ def test_a_chat_template_of_a_folder(made: Any, tmp_path: Path) -> None:
         )
     assert found.lengths.tolist() == [len(made.encode("<user>the fox<assistant>jumps").ids)]
     (tmp_path / "tokenizer_config.json").unlink()
-    with progress(quiet=True) as bars, pytest.raises(CliError, match="has no chat template"):
+    with progress(quiet=True) as bars, pytest.raises(CliError, match="is a file alone: give its folder"):
         read_documents(
             [str(tmp_path / "chats.jsonl")], wanted=wanted(tokenizer=tmp_path), pattern=None, cache=None, progress=bars
         )

@@ -1,170 +1,56 @@
-"""How the pages of commands look, in a browser where there is one, and by their text everywhere."""
+"""What the pages of commands say, and how they look, by their text."""
 
 from __future__ import annotations
 
-import base64
-import gzip
 import itertools
-import json
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tools.pages.browser import Browser, installed
+import wlb
 
 pytest.importorskip("matplotlib")
 
 from wlb_tools.command.output.figures import style
 
-LOOK = Path(__file__).with_name("look.js").read_text()
 READABLE = 4.5
 """Least contrast of a text with what is behind it (WCAG 2, AA)."""
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if installed() is None:
-        pytest.skip("no chromium on this machine")
-    browser = Browser(tmp_path_factory.mktemp("browser"))
-    yield browser
-    browser.close()
+def test_bars_tell_what_the_simulation_says() -> None:
+    """Rank, pass, micro-batch and times of every bar are those of the timelines, in the order that is asked for."""
+    from wlb_tools.command.output.figures.interactive import MOST_OPS, interactive_timelines
+    from wlb_tools.simulation.outcome import Contents
 
-
-INTERACTIVE = {"cluster", "simulate", "slower"}
-
-
-@pytest.mark.parametrize("scripts", [True, False], ids=["scripts", "no-scripts"])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_pages_read_well(browser: Browser, pages: dict[str, Path], width: int, dark: bool, scripts: bool) -> None:
-    """No text below 11 px, no text and no bar of a contrast below 4.5, nothing cut or covered, tables scroll inside."""
-    for name, page in pages.items():
-        if not scripts and name not in INTERACTIVE:
-            continue
-        browser.open(page, width=width, dark=dark, scripts=scripts)
-        found: dict[str, Any] = browser.evaluate(LOOK)
-        assert found["looked"] > 50, name
-        assert (found["bars"] > 100) == (name in INTERACTIVE), name
-        assert (found["ground"] < 0.05) == dark, f"{name}: luminance of the page {found['ground']}"
-        assert found["faults"] == [], f"{name}: {found['faults'][:10]}"
-        assert browser.requests == [page.as_uri()], "a page loads nothing"
-
-
-SHOWN = """[...document.querySelectorAll("figure")].filter((each) => each.getClientRects().length)
-  .map((each) => each.className)"""
-
-
-@pytest.mark.parametrize(
-    ("scripts", "media", "shown"),
-    [(True, "", {"wide", "interactive"}), (False, "", {"wide"}), (True, "print", {"wide"})],
-)
-def test_a_picture_is_shown_once(
-    browser: Browser, pages: dict[str, Path], scripts: bool, media: str, shown: set[str]
-) -> None:
-    """The interactive one where scripts run, else, and on paper, the static one."""
-    browser.open(pages["simulate"], width=1280, dark=False, scripts=scripts, media=media)
-    found = browser.evaluate(SHOWN)
-    assert (len(found), set(found)) == (5, shown), "the overview, and two steps of two methods"
-
-
-@pytest.mark.parametrize("broken", ['id="plotly">', 'type="application/gzip">'], ids=["plotly", "a picture"])
-def test_pictures_stay_where_something_fails(
-    browser: Browser, pages: dict[str, Path], tmp_path: Path, broken: str
-) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(pages["simulate"].read_text().replace(broken, f"{broken}AAAA"))
-    browser.open(page, width=1280, dark=False, waits=False)
-    assert browser.evaluate("drawn.then(() => 'drawn', () => 'failed')") == "failed"
-    assert set(browser.evaluate(SHOWN)) == {"wide"}
-
-
-FIRST_BAR = """(() => {
-  const picture = document.querySelector("figure.interactive .js-plotly-plot");
-  picture.scrollIntoView({ block: "center" });
-  const at = picture.data.filter((each) => each.type === "bar").findIndex((each) => each.name === "forward");
-  const bar = picture.querySelectorAll(".trace.bars")[at].querySelector(".point path").getBoundingClientRect();
-  const plot = picture.querySelector(".nsewdrag").getBoundingClientRect();
-  return [bar.x + bar.width / 2, bar.y + bar.height / 2, plot.x, plot.right];
-})()"""
-HOVER = "document.querySelector('figure.interactive .hoverlayer').textContent"
-RANGE = "document.querySelector('figure.interactive .js-plotly-plot').layout.xaxis.range"
-
-
-def test_a_bar_tells_what_it_is_and_a_time_can_be_zoomed_into(browser: Browser, pages: dict[str, Path]) -> None:
-    """With a real mouse."""
-    browser.open(pages["simulate"], width=1280, dark=False)
-    x, y, left, right = browser.evaluate(FIRST_BAR)
-    browser.mouse(("mouseMoved", x, y - 30), ("mouseMoved", x, y))
-    told = waited(browser, HOVER)
-    assert re.fullmatch(
-        r"DP \d · PP 0: forward of micro-batch 0[\d,]+ tokens in \d+ documents?(, the longest [\d,]+)?"
-        r"(, on \d CP ranks)?[\d.]+ ms of work on all stages, \d\.\d\d times the mean0 to [\d.]+ ms \([\d.]+ ms\)",
-        told,
-    ), told
-    before = browser.evaluate(RANGE)
-    begin, end = left + 0.25 * (right - left), left + 0.75 * (right - left)
-    browser.mouse(("mouseMoved", begin, y), ("mousePressed", begin, y), ("mouseMoved", (begin + end) / 2, y))
-    browser.mouse(("mouseMoved", end, y), ("mouseReleased", end, y))
-    after = browser.evaluate(RANGE)
-    assert before[0] == 0
-    assert after == pytest.approx([before[1] * 0.25, before[1] * 0.75], rel=0.02)
-
-
-def waited(browser: Browser, script: str) -> str:
-    """Waits until an expression has a value, and returns it."""
-    until = f"new Promise((done) => {{ const look = () => {script} ? done({script}) : setTimeout(look, 20); look(); }})"
-    return str(browser.evaluate(until))
-
-
-def test_bars_tell_what_the_simulation_says(pages: dict[str, Path]) -> None:
-    """Rank, pass, micro-batch and times of every bar, beside the traces of the same steps."""
-    page = pages["simulate"]
-    packed = re.findall(r'<script type="application/gzip">(.*?)</script>', page.read_text())
-    (shown,) = {path.name.split("-", 2)[2] for path in page.parent.glob("step-*.json")} - {"baseline.trace.json"}
-    names = [f"step-{kind}-{of}" for kind in ("typical", "worst") for of in ("baseline.trace.json", shown)]
-    moved = False
-    for name, picture in zip(names, packed, strict=True):
-        ops = {
-            (event["pid"], event["tid"], event["cat"], event["args"]["micro_batch"]): (event["ts"], event["dur"])
-            for event in json.loads((page.parent / name).read_text())["traceEvents"]
-            if event["ph"] == "X"
-        }
-        told, order = {}, []
-        for bars in json.loads(gzip.decompress(base64.b64decode(picture)))["data"]:
-            for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
-                dp, pp, cat, micro_batch = re.findall(r"(?:DP|rank) (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
-                told[int(dp), int(pp), cat, int(micro_batch)] = (1000 * base, 1000 * width)
-                order.append(int(dp))
-        moved |= list(dict.fromkeys(order)) != sorted({*order})
-        assert told.keys() == ops.keys()
-        for op, times in told.items():
-            assert times == pytest.approx(ops[op], rel=1e-4, abs=0.1), (name, op)
-    assert moved, "the slowest pipeline comes first"
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("body { font-size: 10px }", "small"),
-        ("p { color: #aaaaaa }", "pale"),
-        (".scroll { overflow: visible }", "the page is"),
-        ("svg { width: 600px }", "cut"),
-        ("figure.wide { display: block } figure.narrow { display: none }", "small"),
-        (f":root {{ --c{style.PASSES[0][0][1:]}: #5b9bc8 !important }}", "pale bar"),
-    ],
-)
-def test_the_look_finds_faults(browser: Browser, pages: dict[str, Path], tmp_path: Path, fault: str, said: str) -> None:
-    page = tmp_path / "page.html"
-    of_bars = said == "pale bar"
-    page.write_text(pages["slower" if of_bars else "demo"].read_text().replace("</style>", f"{fault}</style>"))
-    for scripts in {True, not of_bars}:
-        browser.open(page, width=390, dark=False, scripts=scripts)
-        assert any(said in line for line in browser.evaluate(LOOK)["faults"])
+    costs = np.random.default_rng(2).lognormal(size=(2, 6))
+    every = [wlb.simulate_pipeline(row, num_stages=2, p2p_seconds=0.01) for row in costs]
+    contents = [[Contents(tokens=9, documents=2, longest=5, cp_size=1)] * 6] * 2
+    picture = interactive_timelines(every, contents, title="", pipelines="DP", numbers=[1, 0])
+    assert picture is not None
+    told: dict[tuple[int, int, str, int], tuple[float, float]] = {}
+    order = []
+    for bars in picture.data:
+        for text, base, width in zip(bars.get("hovertext", ()), bars["base"], bars["x"], strict=False):
+            dp, pp, kind, micro_batch = re.findall(r"DP (\d) · PP (\d): (\w+) of micro-batch (\d)", text)[0]
+            assert "9 tokens in 2 documents, the longest 5" in text
+            told[int(dp), int(pp), kind, int(micro_batch)] = (base, base + width)
+            order.append(int(dp))
+    assert list(dict.fromkeys(order)) == [1, 0]
+    ops = {
+        (dp, int(rank), of.KINDS[kind], int(micro_batch)): (start, end)
+        for dp, of in enumerate(every)
+        for rank, kind, micro_batch, start, end in zip(
+            of.ranks, of.kinds, of.micro_batches, of.starts, of.ends, strict=True
+        )
+    }
+    assert told.keys() == ops.keys()
+    for op, times in told.items():
+        assert times == pytest.approx(ops[op], rel=1e-4), op
+    many = [wlb.simulate_pipeline(np.ones(MOST_OPS), num_stages=2)]
+    assert interactive_timelines(many, [[contents[0][0]] * MOST_OPS], title="", pipelines="DP", numbers=[0]) is None
 
 
 def test_texts_of_pictures_are_large_enough(pages: dict[str, Path]) -> None:

@@ -416,7 +416,7 @@ def test_thresholds_are_tuned_with_the_costs_that_use_them() -> None:
     simulation = simulate(lengths, case, variants=("wlb", "wlb_fitted"))
     stream = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch)[simulation.batches // 4]]
     for name, setup in (("wlb", case.setup()), ("wlb_fitted", case.setup(fitted_to=lengths))):
-        tuned = wlb.tune_outlier_thresholds(
+        tuned = wlb.tune(
             stream,
             num_micro_batches=case.micro_batches,
             max_tokens=case.limit,

@@ -25,6 +25,7 @@ from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streame
 from wlb.integrations.huggingface.proof import prove
 from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
 from wlb.integrations.rows import Rows
+from wlb.torch.agreement import agree
 from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
@@ -155,6 +156,7 @@ class _Balanced(Trainer):
     _wlb_callback: MicroBatchCallback
     _wlb_resumed: Resumed | None = None  # while it trains
     _wlb_losses: list[tuple[Tensor, Tensor]] | None = None  # losses and numbers of labels of the running evaluation
+    _wlb_items: Any = None  # what the loss was divided by
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
@@ -162,7 +164,10 @@ class _Balanced(Trainer):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Notes the checkpoint from which training resumes, and closes streams at the end."""
-        self._wlb_resumed = Resumed.of(kwargs.get("resume_from_checkpoint"), MicroBatchCallback.__name__)
+        anew = self._wlb_planner.given(self, "ignore_data_skip")
+        folder = kwargs.get("resume_from_checkpoint")
+        self._wlb_resumed = resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
+        self._wlb_callback.anew = resumed is not None and resumed.state is None
         try:
             result = super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -200,8 +205,9 @@ class _Balanced(Trainer):
             raise error("trainer", message + "leave it in")
         self._wlb_take(self._wlb_planner.plan(self, self._wlb_resumed))
         verify = self._wlb_planner.options.verify
-        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else None
-        return MicroBatchLoader(self._wlb_plan.steps(), plain=self._wlb_plain, before_first=check)
+        check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else agree
+        steps, dataset = self._wlb_plan.steps(), self.train_dataset
+        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Packed rows, if the evaluation allows it.
@@ -271,9 +277,12 @@ class _Balanced(Trainer):
         shifted = inputs.get("shift_labels")
         if shifted is None and inputs.get("labels") is not None:
             shifted = inputs["labels"][..., 1:]
+        self._wlb_items = None
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and shifted is not None and self._wlb_losses is not None:
-            self._wlb_losses.append((loss.detach(), (shifted != IGNORE).sum()))  # read when the evaluation is over
+            # The mean over this rank's labels; or their sum over the labels of all ranks, times the number of ranks.
+            items = (shifted != IGNORE).sum() if self._wlb_items is None else self._wlb_items / self.args.world_size
+            self._wlb_losses.append((loss.detach(), items))  # read when the evaluation is over
         return loss, logits, labels
 
     def _wlb_once(self, inputs: Any) -> Any:
@@ -299,10 +308,9 @@ class _Balanced(Trainer):
         return {**inputs, **masked}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Labels of a step; None in an evaluation, where losses are means over the labels of one batch."""
-        if self._wlb_losses is not None:
-            return None
-        return super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+        """Labels of a step, or of a batch of an evaluation, on all ranks."""
+        self._wlb_items = super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
+        return self._wlb_items
 
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:
@@ -318,7 +326,7 @@ def _sums(losses: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Sum of the losses of all labels, and the number of labels: float64 [2] on the host.
 
     Args:
-        losses: Of batches, the mean loss and the number of labels. Without labels a mean is NaN, and counts 0.
+        losses: of batches, the mean loss and the number of labels. Without labels a mean is NaN, and counts 0.
     """
     if not losses:
         return torch.zeros(2, dtype=torch.float64)

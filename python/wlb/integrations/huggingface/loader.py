@@ -12,8 +12,8 @@ from transformers.trainer_callback import ExportableState
 
 from wlb._core import MicroBatch
 from wlb._errors import error
-from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.schedules import Pace
+from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
@@ -37,12 +37,14 @@ class MicroBatchLoader:
     divide the micro-batches of this rank among all ranks.
 
     Args:
-        steps: Source of micro-batches. A `PackedBatch` is given as Hugging Face's models take it (`PackedBatch.as_hf`).
-        plain: As in `row_of`.
-        before_first: Called with the first step before it is given.
+        steps: source of micro-batches. A `PackedBatch` is given as Hugging Face's models take it (`PackedBatch.as_hf`).
+        plain: as in `row_of`.
+        before_first: called with the first step before it is given.
+        dataset: the data set that is read, for callbacks that look at it.
 
     Attributes:
         steps: As above.
+        dataset: As above.
         untrained: Steps that were given and may not have been trained yet, without their micro-batches, and for each
             the epochs done after it. None if nobody needs them.
     """
@@ -53,16 +55,23 @@ class MicroBatchLoader:
         *,
         plain: bool = False,
         before_first: Callable[[Step[Any]], None] | None = None,
+        dataset: Any = None,
     ) -> None:
         self.steps = steps
+        self.dataset = dataset
         self.untrained: deque[tuple[Step[Any], float | None]] | None = None
         self._plain = plain
         self._before_first = before_first
         self._documents: int | None = steps.describe()["documents"]
 
+    @property
+    def batch_size(self) -> None:
+        """None, as of a `DataLoader` with a batch sampler: a micro-batch has a number of tokens, not of rows."""
+        return None
+
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of the rest of the epoch, without those of steps without a label (`labelled_steps`)."""
-        for step, _ in labelled_steps(self.steps):
+        """The micro-batches of the rest of the epoch, without those of steps without a label (`steps_with_labels`)."""
+        for step, _ in steps_with_labels(self.steps):
             if self._before_first is not None:
                 self._before_first(step)
                 self._before_first = None
@@ -88,12 +97,14 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         line: Figures of the last trained step (`wlb.torch.StepMetrics`).
         documents: Documents of which training began since this call, on all ranks; pieces of one count once.
         pace: Of the learning-rate schedule, saved in checkpoints too; None: every step moves it by one.
+        anew: Whether the data begin anew after a resume, because the checkpoint was saved without this callback.
     """
 
     def __init__(self) -> None:
         self.line: dict[str, float] = {}
         self.documents = 0
         self.pace: Pace | None = None
+        self.anew = False
         self._metrics = StepMetrics()
         self._untrained: deque[tuple[Step[Any], float | None]] = deque()
         self._trained: Snapshot | None = None  # after the last step since training began
@@ -123,8 +134,9 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             raise error("gradient_accumulation_steps", message, value=own)
         if state.global_step:
             callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
-            saved = field(callbacks, type(self).__name__, dict)
-            loader.steps.load_state_dict(field(saved, "steps", dict))
+            if not self.anew:
+                saved = field(callbacks, type(self).__name__, dict)
+                loader.steps.load_state_dict(field(saved, "steps", dict))
         self._untrained, self._trained, self._began = deque(), None, loader.steps.state_dict()
         self._steps_done, self.documents = state.global_step, 0
         loader.untrained = self._untrained
@@ -144,7 +156,20 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
             state.epoch = epochs  # the Trainer counts all steps as one epoch
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Ends training with the last epoch, even if a larger `max_steps` was given."""
+        """Ends training with the last epoch, even if a larger `max_steps` was given.
+
+        If a callback stopped the epoch (`control.should_epoch_stop`), the rest of it is not trained.
+
+        Raises:
+            wlb.WlbError: A callback stopped the epoch of a stream, which has none.
+        """
+        if control.should_epoch_stop:
+            if not isinstance(self._steps, StepLoader):
+                message = "= True: a stream has no epochs and cannot begin again; set should_training_stop"
+                raise error("should_epoch_stop", message, value=True)
+            self._untrained.clear()
+            self._steps.skip_epoch()
+            self._trained, self._began = None, self._steps.state_dict()
         if isinstance(self._steps, StepLoader) and self._steps.ended:
             control.should_training_stop = True
 

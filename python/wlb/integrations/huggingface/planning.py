@@ -19,9 +19,9 @@ from transformers.trainer_utils import has_length
 import wlb
 from wlb._choices import Oversize
 from wlb._errors import error
-from wlb.integrations.counting import labelled_steps_left
+from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
-from wlb.integrations.huggingface.refusals import check_trainer, shuffles
+from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
 from wlb.torch.data import Documents
@@ -50,19 +50,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint from which training resumes: its optimizer steps, and the states of data and schedules."""
+    """A checkpoint from which training resumes: its optimizer steps, and the states of data and schedules.
+
+    The state of the data is None if they begin anew.
+    """
 
     step: int
-    state: dict[str, Any]
+    state: dict[str, Any] | None
     pace: dict[str, Any]
 
     @classmethod
-    def of(cls, folder: str | None, callback: str) -> Resumed | None:
+    def of(cls, folder: str | None, callback: str, *, anew: bool) -> Resumed | None:
         """Reads the state of a checkpoint folder; None if there is none, or if nothing was trained.
 
         Args:
             folder: `resume_from_checkpoint`.
             callback: the name under which the Trainer saves the state of the data.
+            anew: whether the data of a checkpoint without such a state begin anew (`ignore_data_skip`).
 
         Raises:
             wlb.WlbError: the checkpoint has no state of the data, or one after another step.
@@ -74,6 +78,14 @@ class Resumed:
         if not state.global_step:
             return None
         callbacks: Any = state.stateful_callbacks  # in a checkpoint a dict
+        if callback not in callbacks:
+            if anew:
+                return cls(state.global_step, None, {})
+            message = (
+                f"{folder!r} was saved by a trainer without wlb, and does not say which documents are trained: give "
+                "TrainingArguments(ignore_data_skip=True) to keep its model and optimizer and begin the data anew"
+            )
+            raise error("resume_from_checkpoint", message, value=folder)
         saved = field_of(callbacks, callback, dict)
         trained = field_of(saved, "trained", int)
         if trained != state.global_step:
@@ -123,7 +135,7 @@ class Planner:
             if limits.others.get(name):
                 check_told(trainer.model, name, limits.others[name])
         plain = not takes_keywords(trainer.model)
-        own = {name: self._given(trainer, name) for name in ("max_steps", "gradient_accumulation_steps")}
+        own = {name: self.given(trainer, name) for name in ("max_steps", "gradient_accumulation_steps")}
         plan: KnownLengths | Streamed
         max_steps = own["max_steps"]
         if has_length(trainer.train_dataset) and not isinstance(trainer.train_dataset, IterableDataset):
@@ -159,8 +171,8 @@ class Planner:
         """Notes for the user: documents that `max_tokens` cuts, and plans in which there is nothing to balance.
 
         Args:
-            planned: Of this planner.
-            world_size: Ranks that train.
+            planned: of this planner.
+            world_size: ranks that train.
         """
         plan, options = planned.plan, self.options
         if isinstance(plan, KnownLengths) and options.max_document_tokens is None:
@@ -182,12 +194,12 @@ class Planner:
         """Sets the trainer's arguments to those of a plan."""
         self._set = (
             trainer.args,
-            {name: (self._given(trainer, name), value) for name, value in arguments.items()},
+            {name: (self.given(trainer, name), value) for name, value in arguments.items()},
         )
         for name, value in arguments.items():
             setattr(trainer.args, name, value)
 
-    def _given(self, trainer: Trainer, name: str) -> Any:
+    def given(self, trainer: Trainer, name: str) -> Any:
         """The value that the user gave for a training argument."""
         args, values = self._set
         found = getattr(trainer.args, name)
@@ -210,7 +222,8 @@ class Planner:
         packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
         num_epochs = max(1, math.ceil(args.num_train_epochs))
         if own["max_steps"] > 0:  # as many epochs as these steps need: waiting documents are trained after the last
-            begun, done = (0, 0) if resumed is None else (field_of(resumed.state, "epoch", int), resumed.step)
+            done = 0 if resumed is None else resumed.step
+            begun = 0 if resumed is None or resumed.state is None else field_of(resumed.state, "epoch", int)
             num_epochs = begun + 2 + math.ceil((own["max_steps"] - done) * tokens_per_batch / int(trained.sum()))
         return KnownLengths(rows, measured, packer, max(num_epochs, 1), shuffle, args, limits)
 
@@ -254,13 +267,13 @@ class Planner:
     def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
         """Optimizer steps of the whole run, with those already done."""
         sampler = plan.sampler()
-        if resumed is not None:
+        if resumed is not None and resumed.state is not None:
             sampler.load_state_dict(resumed.state)
         state = sampler.state_dict()
         # Counted for each plan: a collator may have been changed in place, so that it masks other labels.
         loading = plan.limits.loading
         documents = Documents(plan.rows, columns=loading.columns)
-        epochs = labelled_steps_left(sampler, documents, loading.collate, plan.num_epochs)
+        epochs = steps_with_labels_left(sampler, documents, loading.collate, plan.num_epochs)
         done = 0 if resumed is None else resumed.step
         if not epochs:
             return max(done, 1)
@@ -283,6 +296,7 @@ def limits_of(trainer: Any, options: Options) -> Limits:
     if context is None:
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_tokens
         context = min(options.max_tokens, longest)
+    check_longest(trainer, context)
     cost_model = options.cost_model
     if cost_model is None:
         cost_model = wlb.ModelConfig.from_hugging_face(config.to_dict()).cost_model()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
 
 import wlb
 from wlb.integrations.huggingface.loader import row_of
@@ -106,6 +107,10 @@ class KnownLengths:
                 num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor if workers else None,
                 pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+                persistent_workers=args.dataloader_persistent_workers,
+                multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+                # As the Trainer does: the random numbers of rows are other ones on every rank and worker.
+                worker_init_fn=partial(seed_worker, num_workers=workers, rank=args.process_index),
             )
         )
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerControl, TrainerState
 
-from wlb._warned import warn
 from wlb.integrations.huggingface.loader import MicroBatchCallback, MicroBatchLoader, row_of
 from wlb.integrations.huggingface.plans import KnownLengths
 from wlb.torch.data import IGNORE, PackedBatch, Step, StepLoader
@@ -24,23 +23,14 @@ from wlb.torch.training import meeting_place
 def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
     """Runs `wlb.torch.verify` on the trainer's own training step and evaluation, with all wrappers.
 
-    If lengths are known, it also checks the state that a checkpoint after the first step would hold.
+    If lengths are known, it also checks the state that a checkpoint after the first step would hold. If the trainer has
+    a loss of its own, the reference is the same loss on rows of single documents.
 
     Raises:
         wlb.WlbError: as `wlb.torch.verify`.
-
-    Warns:
-        UserWarning: the trainer has a loss of its own, which need not be a sum over tokens, so nothing is verified.
     """
-    losses = {
-        "label_smoothing_factor": trainer.label_smoother is not None,
-        "compute_loss_func": trainer.compute_loss_func is not None,
-        "loss_type": getattr(trainer.args, "loss_type", "nll") != "nll",
-    }
-    if any(losses.values()):
-        name = next(name for name, own in losses.items() if own)
-        warn(f"{name} makes a loss of its own, so packing is not verified before the first step")
-        return
+    own_loss = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    own_loss |= getattr(trainer.args, "loss_type", "nll") != "nll"
     accelerator, model, device = trainer.accelerator, trainer.model_wrapped, trainer.args.device
 
     def train(of: Step[PackedBatch]) -> float:
@@ -75,7 +65,8 @@ def prove(trainer: Any, step: Step[PackedBatch], *, plain: bool) -> None:
             model,
             step,
             train=train,
-            evaluate=evaluate,
+            evaluate=None if own_loss else evaluate,
+            alone="rows" if own_loss else None,
             accelerator=accelerator,
             loader=(lambda: _Steps(trainer)) if known else None,
             save=lambda steps, _: steps.state_after_the_first(),

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from wlb._errors import error
 from wlb.integrations.versions import OLDEST
+from wlb.torch.layers import against_packing
 
 _NEEDED: tuple[str, ...] = (
     "get_batch_samples",
@@ -116,6 +117,10 @@ def _check_examples(trainer: Any) -> None:
     raise error("trainer", message, value=paired or found)
 
 
+# Ends of names of models whose heads do not predict the next token.
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+
+
 def _check_class(trainer: Trainer) -> None:
     classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("wlb.")]
     own = next(cls for cls in classes if "get_train_dataloader" in vars(cls))
@@ -134,6 +139,22 @@ def _check_model(trainer: Any) -> None:
             "one that it has; set trainer.model_wrapped to it too, or make the trainer with it"
         )
         raise error("model", message, value=type(named).__name__)
+    kind = type(trained.get_base_model() if hasattr(trained, "get_base_model") else trained).__name__
+    if kind.endswith(_HEADS):
+        message = f"is a {kind}: labels of a packed row are next tokens, and its head learns others; do not balance it"
+        raise error("model", message, value=kind)
+    if wrong := against_packing(trained, 0):
+        raise error("model", wrong, value=kind)
+
+
+def check_longest(trainer: Any, max_document_tokens: int) -> None:
+    """Refuses models for which a document of a row may be too long.
+
+    Raises:
+        wlb.WlbError: The factors of its positions follow the longest document of a row.
+    """
+    if wrong := against_packing(trainer.model, max_document_tokens):
+        raise error("max_document_tokens", f"= {max_document_tokens}: the model {wrong}", value=max_document_tokens)
 
 
 def _check_arguments(args: Any) -> None:
@@ -146,6 +167,9 @@ def _check_arguments(args: Any) -> None:
     if strategy not in ("random", "sequential"):
         message = f'= {strategy!r} chooses documents by length too: "random" or "sequential"'
         raise error("train_sampling_strategy", message, value=strategy)
+    if getattr(args, "neftune_noise_alpha", None):
+        message = f"= {args.neftune_noise_alpha}: its noise scales with the length of the row; leave it out"
+        raise error("neftune_noise_alpha", message, value=args.neftune_noise_alpha)
     for name, why in (
         ("dataloader_drop_last", "documents would be left out"),
         ("auto_find_batch_size", "max_tokens says what fits"),

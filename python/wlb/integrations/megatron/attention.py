@@ -162,12 +162,12 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
         Args:
             query: `[tokens, heads, head_dim]`; for a row of one document (`qkv_format` "sbhd"), as Megatron-Core's own
                 Dynamic-CP gives it, `[tokens, 1, heads, head_dim]`.
-            key: Like `query`, with key heads.
-            value: Like `key`.
-            attention_mask: Not used: `packed_seq_params` has the documents.
-            attn_mask_type: Not used either.
+            key: like `query`, with key heads.
+            value: like `key`.
+            attention_mask: not used: `packed_seq_params` has the documents.
+            attn_mask_type: not used either.
             attention_bias: None.
-            packed_seq_params: From `wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
+            packed_seq_params: from `wlb.integrations.megatron.get_batch`, or Megatron-Core's own.
 
         Returns:
             Like `query`; for "sbhd" `[tokens, 1, heads * head_dim]`.

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.utils import get_model_config, unwrap_model
-from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.documents import PaddedDocuments, source
-from wlb.integrations.megatron.groups import NOT_HERE
 from wlb.integrations.megatron.iterator import DataIterator, Header
-from wlb.integrations.megatron.multiples import required_multiple, row_multiple
-from wlb.integrations.megatron.refusals import check_config, check_experts, check_layers, check_version, told
+from wlb.integrations.megatron.refusals import require_masks
 from wlb.integrations.megatron.rows import Ranks
+from wlb.integrations.megatron.setup import Setup
 from wlb.integrations.megatron.sharing import Sharing
 from wlb.torch.data import DynamicCpLoader, PackedBatch, StepLoader, collate
-from wlb.torch.data.loading import ROOM, Loading, micro_batches
 from wlb.torch.data.peers import Peers
-
-# Arguments of plans that are computed from the model and the ranks.
-_SET_HERE: Final = ("options", "world_size", "num_stages", "num_virtual_stages", "costs", "attention_costs", "ids")
 
 
 def data_iterator(
@@ -93,144 +83,87 @@ def data_iterator(
         wlb.WlbError: an argument is invalid, the model's configuration does not allow packed rows, or megatron-core is
             too old. Raised before anything is read.
     """
-    loading, planning = Loading.of(options, wlb.plan_dynamic_cp, data_iterator, but=(*_SET_HERE, *NOT_HERE))
-    check_version()
-    config, chunks = _parts_of(model)
-    check_config(config, dynamic_cp=dynamic_cp)
-    if dynamic_cp and not chunks:
-        raise error("model", "is a configuration: with dynamic_cp give the model itself, whose layers are looked at")
-    if dynamic_cp:
-        check_layers(chunks)
-    for name, value, minimum in (
-        ("max_tokens_per_rank", max_tokens_per_rank, 1),
-        ("tokens_per_batch", tokens_per_batch, 1),
-        ("pad_token", pad_token, 0),
-    ):
-        check_integer(name, value, minimum=minimum)
-    if planning and not dynamic_cp:
-        name = next(iter(planning))
-        raise error(name, "is an option of Dynamic-CP plans: give dynamic_cp=True with it", value=planning[name])
-    cost_model = loading.cost_model
-    if cost_model is None:
-        vocab_size = getattr(unwrap_model(chunks[0]), "vocab_size", None) if chunks else None
-        if vocab_size is None:
-            message = "is missing: wlb cannot make it without the vocab_size of a model; a configuration has none"
-            raise error("cost_model", message)
-        cost_model = cost_of(config, vocab_size=vocab_size)
-
+    check_integer("pad_token", pad_token, minimum=0)
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    ranks, cp_size = _ranks(config, everyone, dynamic_cp=dynamic_cp, planning=planning)
-    multiple = required_multiple(cp_size=cp_size)
-    if loading.columns:
-        message = f"= {list(loading.columns)}: Megatron-Core's batches have no place for further columns; leave it out"
-        raise error("columns", message, value=loading.columns)
-    if loading.labels_ahead > 1:
-        message = (
-            f"= {loading.labels_ahead}: Megatron-Core's multi-token prediction looks ahead by itself; leave it out"
-        )
-        raise error("labels_ahead", message, value=loading.labels_ahead)
-    of_rows = row_multiple(config, cp_size=cp_size, multiple_of_tokens=multiple_of_tokens)
-    rows_are_padded = multiple > 1 or of_rows > 1
-    if rows_are_padded:
-        check_experts(config)
-    if max_tokens_per_rank % of_rows:
-        less = max_tokens_per_rank // of_rows * of_rows or of_rows
-        message = f"= {max_tokens_per_rank}: rows are padded to multiples of {of_rows}, and would be longer; make it "
-        message += f"{less}"
-        raise error("max_tokens_per_rank", message, value=max_tokens_per_rank)
-    held = max_tokens_per_rank * cp_size
-    context = loading.max_document_tokens
-    context = held // multiple * multiple if context is None else context
-    check_integer("max_document_tokens", context, minimum=1, maximum=held)
-    if context % multiple:
-        message = f"= {context}: documents are padded to multiples of {multiple}; make it one"
-        raise error("max_document_tokens", message, value=context)
-
+    setup = Setup.of(
+        model,
+        world_size=everyone.size(),
+        max_tokens_per_rank=max_tokens_per_rank,
+        tokens_per_batch=tokens_per_batch,
+        dynamic_cp=dynamic_cp,
+        multiple_of_tokens=multiple_of_tokens,
+        options=options,
+        function=data_iterator,
+    )
+    ranks = _ranks(setup, everyone)
     sharing: Sharing[Header] = Sharing(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
-        predicts=bool(getattr(config, "mtp_num_layers", None)),
+        predicts=bool(getattr(setup.config, "mtp_num_layers", None)),
         each=each_rank_reads,
     )
     readers = everyone if dynamic_cp else parallel_state.get_data_parallel_group()
-    shares = readers.size() * _shares(config, readers.size(), held, tokens_per_batch, dynamic_cp=dynamic_cp)
-    padding: dict[str, Any] = {"multiple_of_tokens": cp_size * of_rows}
-    if dynamic_cp:  # the packer's micro-batches only decide which rank reads a document
-        held, padding = max(context, math.ceil(ROOM * tokens_per_batch / shares)), {}
-    loading = replace(loading, max_document_tokens=context)
-    limits = {"max_tokens": held, "tokens_per_batch": tokens_per_batch, **padding}
-    packer = loading.packer(shares, cost_model=cost_model, **limits)
-    steps: StepLoader[Any] | None = None
-    padded: PaddedDocuments | None = None
-    if sharing.reads:
-        documents, known = source(dataset, loading.lengths)
-        if multiple > 1:
-            marked = bool(getattr(config, "num_moe_experts", None))
-            documents = padded = PaddedDocuments(documents, known, multiple=multiple, token=pad_token, marked=marked)
-            known = padded.lengths
-        sampler = loading.sampler(known, packer, rank=readers.rank(), ranks=readers.size())
-        rank = parallel_state.get_context_parallel_rank()
-        keep = partial(collate, cp_size=cp_size, cp_rank=rank, strategy="per_document", **padding)
-        work, workers = list if dynamic_cp else keep, loading.num_workers
-        steps = StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
-    dynamic: DynamicCpLoader[PackedBatch] | None = None
-    if dynamic_cp:
-        plan = partial(
-            wlb.plan_dynamic_cp,
-            world_size=everyone.size(),
-            num_stages=config.pipeline_model_parallel_size,
-            num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
-            max_tokens_per_rank=max_tokens_per_rank,
-            cost_model=cost_model,
-            **{**planning, "max_cp_size": cp_size},
-        )
-        dynamic = DynamicCpLoader(() if steps is None else steps, plan=plan, group=everyone)
+    packer = setup.packer(readers.size())
+    steps, padded = _reader(setup, dataset, packer, readers, pad_token) if sharing.reads else (None, None)
     return DataIterator(
-        config=config,
+        config=setup.config,
         sharing=sharing,
         ranks=ranks,
         peers=None if dynamic_cp else Peers(everyone, description="megatron"),
         steps=steps,
-        dynamic=dynamic,
+        dynamic=_dynamic(setup, steps, everyone) if dynamic_cp else None,
         documents=padded,
-        row_multiple=of_rows,
+        row_multiple=setup.row_multiple,
         pad_token=pad_token,
-        padded=rows_are_padded,
-        hooks=told(chunks, config),
+        padded=setup.padded,
+        hooks=require_masks(setup.chunks, setup.config),
     )
 
 
-def _parts_of(model: Any) -> tuple[Any, list[Any]]:
-    """The configuration of a model, and its chunks. For a configuration: itself, and no chunks."""
-    if hasattr(model, "calculate_per_token_loss"):
-        return model, []
-    chunks = model if isinstance(model, list) else [model]
-    if not chunks or not all(isinstance(chunk, torch.nn.Module) for chunk in chunks):
-        found = type(model).__name__
-        raise error("model", f"is a {found}: must be a model of Megatron-Core, or its configuration", value=found)
-    return get_model_config(chunks[0]), chunks
+def _reader(
+    setup: Setup, dataset: Any, packer: wlb.Packer, readers: Any, pad_token: int
+) -> tuple[StepLoader[Any], PaddedDocuments | None]:
+    """The steps of a rank that reads, and its documents if they are padded."""
+    documents, lengths = source(dataset, setup.loading.lengths)
+    padded = None
+    if (multiple := setup.document_multiple) > 1:
+        marked = bool(getattr(setup.config, "num_moe_experts", None))
+        padded = PaddedDocuments(documents, lengths, multiple=multiple, token=pad_token, marked=marked)
+        documents, lengths = padded, padded.lengths
+    sampler = setup.loading.sampler(lengths, packer, rank=readers.rank(), ranks=readers.size())
+    rank = parallel_state.get_context_parallel_rank()
+    keep = partial(collate, cp_size=setup.cp_size, cp_rank=rank, strategy="per_document", **setup.shape)
+    return StepLoader(setup.loading.loader(documents, sampler, list if setup.dynamic_cp else keep)), padded
 
 
-def _ranks(config: Any, everyone: Any, *, dynamic_cp: bool, planning: dict[str, Any]) -> tuple[Ranks, int]:
-    """The groups for rows, and the largest number of ranks of a group.
+def _dynamic(setup: Setup, steps: StepLoader[Any] | None, everyone: Any) -> DynamicCpLoader[PackedBatch]:
+    """Steps whose micro-batches have their own groups of ranks; every data x context rank takes part in the plans."""
+    config = setup.config
+    plan = partial(
+        wlb.plan_dynamic_cp,
+        world_size=everyone.size(),
+        num_stages=config.pipeline_model_parallel_size,
+        num_virtual_stages=config.virtual_pipeline_model_parallel_size or 1,
+        max_tokens_per_rank=setup.max_tokens_per_rank,
+        cost_model=setup.loading.cost_model,
+        **setup.planning,
+    )
+    return DynamicCpLoader(() if steps is None else steps, plan=plan, group=everyone)
+
+
+def _ranks(setup: Setup, everyone: Any) -> Ranks:
+    """The groups for rows.
 
     Raises:
         wlb.WlbError: A group that a Dynamic-CP plan may need was not made.
     """
     group = parallel_state.get_context_parallel_group()
-    if not dynamic_cp:
-        return Ranks(lambda size: group if size > 1 else None, group, dynamic=False), config.context_parallel_size
-    largest = planning.get("max_cp_size")
-    if largest is None:
-        largest = everyone.size()
-    check_integer("max_cp_size", largest, minimum=1, maximum=everyone.size())
-    largest = 1 << (largest.bit_length() - 1)  # groups are powers of two
-    groups = {1 << power: None for power in range(largest.bit_length())}
-    for size in groups:
-        if size > 1:
-            groups[size] = _group_of(size, everyone)
-    return Ranks(groups.__getitem__, group, dynamic=True), largest
+    if not setup.dynamic_cp:
+        return Ranks(lambda size: group if size > 1 else None, group, dynamic=False)
+    sizes = [1 << power for power in range(setup.cp_size.bit_length())]
+    groups = {size: _group_of(size, everyone) if size > 1 else None for size in sizes}
+    return Ranks(groups.__getitem__, group, dynamic=True)
 
 
 def _group_of(size: int, everyone: Any) -> Any:
@@ -245,12 +178,3 @@ def _group_of(size: int, everyone: Any) -> Any:
         message += f"{kind}_context_parallel=True, or leave max_cp_size below {size}"
         raise error(f"{kind}_context_parallel", message, value=size) from None
     return group if group.size() == size else None
-
-
-def _shares(config: Any, readers: int, held: int, tokens_per_batch: int, *, dynamic_cp: bool) -> int:
-    """Micro-batches of a data-parallel rank in a step: the fewest with some room that the schedule accepts."""
-    if dynamic_cp:
-        return 1
-    virtual = config.virtual_pipeline_model_parallel_size
-    together = config.microbatch_group_size_per_vp_stage if virtual else 1
-    return micro_batches(tokens_per_batch, ranks=readers, max_tokens=held, together=together)

@@ -21,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from wlb._errors import error
 from wlb._warned import warn
 from wlb.integrations.megatron.attention import PackedSelfAttention, ShardedSeqParams
-from wlb.integrations.megatron.multiples import quantized_multiple
 from wlb.integrations.versions import OLDEST
 
 NEWEST = (0, 20)  # the newest version that was checked
@@ -144,7 +143,7 @@ def _bias_leaves_out_padding() -> bool:
     return bool((counting.local_tokens_per_expert == 2).all())
 
 
-def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
+def require_masks(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
     """Stops a model at its first forward pass of packed rows if it needs a mask of padding and does not get it.
 
     Args:
@@ -177,21 +176,6 @@ def told(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
             raise error("padding_mask", message)
 
     return [unwrap_model(chunk).register_forward_pre_hook(check, with_kwargs=True) for chunk in chunks]
-
-
-def alignment_of(config: Any) -> int:
-    """The multiple to which Megatron-Core's own sequence packing pads a rank's rows.
-
-    Raises:
-        wlb.WlbError: the kernels of FP8 or FP4 do not accept such rows.
-    """
-    demanded = quantized_multiple(config)
-    given = getattr(config, "pad_packed_seq_alignment", None)
-    rows = config.max_seqlen_per_dp_cp_rank if given == "max" else given or 1
-    if rows % demanded:
-        message = f"= {given}: the kernels of FP8 and FP4 take rows of multiples of {demanded} tokens; make it one"
-        raise error("pad_packed_seq_alignment", message, value=given)
-    return int(rows)
 
 
 def check_layers(chunks: list[Any]) -> None:

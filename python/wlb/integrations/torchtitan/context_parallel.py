@@ -28,11 +28,11 @@ def shard_for_flex(mesh: DeviceMesh, rows: Rows, masks: Any, lengths: list[int],
     Documents of which a rank would get fewer than two blocks stay whole, because FlexAttention computes whole blocks.
 
     Args:
-        mesh: The context-parallel dimension.
-        rows: With as many tokens as all `lengths` together, a multiple of `block` times the number of ranks.
-        masks: A `BlockMask` of the whole row, or several by name.
+        mesh: the context-parallel dimension.
+        rows: with as many tokens as all `lengths` together, a multiple of `block` times the number of ranks.
+        masks: a `BlockMask` of the whole row, or several by name.
         lengths: int [documents] tokens.
-        block: Queries of a block.
+        block: queries of a block.
     """
     size = mesh.size()
     shard = wlb.shard(lengths, cp_size=size, strategy="hybrid", hybrid_threshold=4 * size * block)

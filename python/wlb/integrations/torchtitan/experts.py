@@ -16,7 +16,7 @@ class RealTokens:
     """Takes padding out of the counts by which torchtitan moves the biases of experts.
 
     Args:
-        parts: Of the model, on this rank.
+        parts: of the model, on this rank.
 
     Attributes:
         padding: bool [tokens of this rank], True for tokens of padding in the row that runs next; None: no padding.

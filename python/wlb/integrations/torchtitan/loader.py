@@ -18,12 +18,13 @@ from torchtitan.components.dataloader import BaseDataLoader
 import wlb
 from wlb._core import MAX_DELAY, most_tokens, padded_tokens
 from wlb._errors import check_integer, error
-from wlb.integrations.labelled import labelled_steps
 from wlb.integrations.torchtitan.documents import known, streams
+from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.loading import FOREVER, SHAPE, Loading, step_tokens
 from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
+from wlb.torch.subgroup import Subgroup
 
 _STATE: Final = "wlb"  # the state is one text under this key, because checkpoints ask for keys before they load
 _FILLER: Final = 128  # padding is cut into documents of one attention block, which take almost no time
@@ -48,13 +49,13 @@ class WlbDataLoader(BaseDataLoader):
     The state in torchtitan's checkpoints is equal on all ranks, and may be loaded on another number of ranks.
 
     Args:
-        config: What to pack, and how.
-        dp_world_size: Data-parallel ranks.
-        dp_rank: This rank among them.
-        tokenizer: For data sets of text.
-        seq_len: The model's context; the configuration may say less.
-        local_batch_size: Not used: `max_tokens` limits a micro-batch.
-        snapshot_every_n_steps: Not used: a state is made when it is asked for.
+        config: what to pack, and how.
+        dp_world_size: data-parallel ranks.
+        dp_rank: this rank among them.
+        tokenizer: for data sets of text.
+        seq_len: the model's context; the configuration may say less.
+        local_batch_size: not used: `max_tokens` limits a micro-batch.
+        snapshot_every_n_steps: not used: a state is made when it is asked for.
 
     Attributes:
         config: The configuration, with the lengths that were read.
@@ -231,7 +232,7 @@ class WlbDataLoader(BaseDataLoader):
         # A state may be that of the end of the last epoch. Then nothing is left, and no further epoch begins.
         ended = isinstance(self.steps, StepLoader) and self.steps.ended
         while not ended:
-            for step, _ in labelled_steps(self.steps, group=self._share):
+            for step, _ in steps_with_labels(self.steps, group=self._share):
                 if self.before_first is not None:
                     before, self.before_first = self.before_first, None
                     before(step)
@@ -318,7 +319,7 @@ class WlbDataLoader(BaseDataLoader):
 def of_replicas(group: Any) -> Any:
     """The data-parallel ranks, which share a step; None if that is only this rank."""
     if group is None and torch.distributed.is_initialized():
-        return torch.distributed.new_group([torch.distributed.get_rank()], use_local_synchronization=True)
+        return Subgroup(None, [torch.distributed.get_rank()])
     return group
 
 

@@ -53,8 +53,8 @@ class PlannedSchedule:
     """A schedule whose stages get the lengths of a step before it runs.
 
     Args:
-        schedule: Of torch, with these stages.
-        stages: Of this rank.
+        schedule: of torch, with these stages.
+        stages: of this rank.
     """
 
     def __init__(self, schedule: Any, stages: Sequence[VarlenPipelineStage]) -> None:

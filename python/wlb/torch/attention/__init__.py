@@ -115,25 +115,25 @@ def context_parallel_attention(
     policies of selective checkpointing. There is no second derivative.
 
     Args:
-        q: Queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
-        k: Keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
-        v: Values `[tokens of this rank, kv_heads, value_dim]`, of any width.
-        shard: The places of the whole micro-batch's tokens on the ranks; the same on all ranks.
-        group: The context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
-        transport: How keys and queries meet; see above.
-        ulysses_size: For `usp`: ranks that share heads. Divides the group's size.
-        softmax_scale: Factor of the scores; None: `head_dim ** -0.5`.
-        softcap: Scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: no cap.
-        window: A token sees tokens less than this many positions away; with 1 only itself. None, or 2**31 - 1 and more:
+        q: queries `[tokens of this rank, heads, head_dim]`; float16, bfloat16, float32 or float64.
+        k: keys `[tokens of this rank, kv_heads, head_dim]`; `kv_heads` divides `heads`.
+        v: values `[tokens of this rank, kv_heads, value_dim]`, of any width.
+        shard: the places of the whole micro-batch's tokens on the ranks; the same on all ranks.
+        group: the context-parallel group, of `shard.cp_size` ranks. None: one process holds everything.
+        transport: how keys and queries meet; see above.
+        ulysses_size: for `usp`: ranks that share heads. Divides the group's size.
+        softmax_scale: factor of the scores; None: `head_dim ** -0.5`.
+        softcap: scaled scores become `softcap * tanh(score / softcap)` (Gemma 2), before any bias. None: no cap.
+        window: a token sees tokens less than this many positions away; with 1 only itself. None, or 2**31 - 1 and more:
             all.
         alibi_slopes: float `[heads]`, without gradient: `slope * distance in the document` is subtracted from scores.
-        sinks: Floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Its
+        sinks: floating point `[heads]`: a logit of each head that takes a share of the softmax and has no value. Its
             gradient is that of this rank's tokens: sum it over the ranks, like those of other parameters.
         kernel: `flash_attn` (2, 3 or 4, must be installed), `varlen` (torch's own flash kernels), `reference` (softmax
             written out: exact, slow, any device and dtype), or `auto`: the fastest that can do it here (on a CPU
             torch's flash attention for it).
 
-        return_lse: Whether to return the log-sum-exp of the scores, and of the sinks, too; the same on all ranks.
+        return_lse: whether to return the log-sum-exp of the scores, and of the sinks, too; the same on all ranks.
 
     Returns:
         Output `[tokens of this rank, heads, value_dim]`; with `return_lse` it and the log-sum-exp, float `[tokens of
@@ -329,13 +329,13 @@ def prepare_attention(
     which must be that of attention.
 
     Args:
-        shard: The places of the micro-batch's tokens on the ranks.
-        rank: This process's rank in the context-parallel group.
-        device: Device of the queries.
-        transport: As in the call of attention.
-        ulysses_size: As in the call of attention.
-        window: As in the call of attention. Call this once for each window of the layers.
-        alibi: Whether attention will be called with `alibi_slopes`.
+        shard: the places of the micro-batch's tokens on the ranks.
+        rank: this process's rank in the context-parallel group.
+        device: device of the queries.
+        transport: as in the call of attention.
+        ulysses_size: as in the call of attention.
+        window: as in the call of attention. Call this once for each window of the layers.
+        alibi: whether attention will be called with `alibi_slopes`.
 
     Returns:
         int64 [1] on the CPU, to give to `context_parallel_attention` instead of the shard, also in compiled models. It

@@ -150,9 +150,9 @@ def cp_sizes(
     divide the key heads or be a multiple of them. Attention refuses other sizes.
 
     Args:
-        transport: As in the call of attention. `usp` exchanges heads in blocks of a separate size, so it has no limit.
-        num_heads: Query heads on one rank: divided by the tensor-parallel ranks.
-        num_kv_heads: Key heads on one rank; `num_heads` if None.
+        transport: as in the call of attention. `usp` exchanges heads in blocks of a separate size, so it has no limit.
+        num_heads: query heads on one rank: divided by the tensor-parallel ranks.
+        num_kv_heads: key heads on one rank; `num_heads` if None.
 
     Returns:
         Ascending from 1; "any" if every size is supported.

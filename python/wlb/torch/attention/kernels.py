@@ -621,14 +621,14 @@ def choose(
     the GPU, the dtype, the width of heads, ALiBi or softcap.
 
     Args:
-        name: Name of a kernel, or "auto".
-        q: Queries; gives device, dtype and the width of heads.
-        scale: Factor of the scores.
-        alibi_slopes: Slopes of ALiBi, one for each head, or None.
-        alibi_aligned: Whether every span's last query is at its last key, so that a flash kernel uses true distances.
-        softcap: Cap of the scores, or None.
-        value_dim: Width of the values; None: that of `q`.
-        more: Channels by which the widest call is wider.
+        name: name of a kernel, or "auto".
+        q: queries; gives device, dtype and the width of heads.
+        scale: factor of the scores.
+        alibi_slopes: slopes of ALiBi, one for each head, or None.
+        alibi_aligned: whether every span's last query is at its last key, so that a flash kernel uses true distances.
+        softcap: cap of the scores, or None.
+        value_dim: width of the values; None: that of `q`.
+        more: channels by which the widest call is wider.
 
     Raises:
         WlbError: there is no such kernel, it is not installed, or it does not support the options.

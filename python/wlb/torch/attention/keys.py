@@ -167,9 +167,9 @@ def head_parts(plan: KeysPlan, kv_heads: int, head_bytes: int) -> int:
     If no number of parts suffices, each key head is a part. All ranks get the same number.
 
     Args:
-        plan: Plan of any rank; `KeysPlan.gathered` is equal on all.
-        kv_heads: Number of key heads.
-        head_bytes: Bytes of a key and its value in one head.
+        plan: plan of any rank; `KeysPlan.gathered` is equal on all.
+        kv_heads: number of key heads.
+        head_bytes: bytes of a key and its value in one head.
     """
     whole = plan.gathered * kv_heads * head_bytes
     divisors = [parts for parts in range(1, kv_heads) if kv_heads % parts == 0]

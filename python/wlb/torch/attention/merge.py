@@ -80,7 +80,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
     Args:
         out: `[rows, heads, value_dim]`.
-        lse: Log-sum-exp of the output, `[heads, rows]`.
+        lse: log-sum-exp of the output, `[heads, rows]`.
         sinks: `[heads]`.
     """
     sinks = sinks.to(lse.dtype).unsqueeze(1)
@@ -406,15 +406,15 @@ def attention(
 
     Args:
         q: `[queries, heads, head_dim]`.
-        k: Keys of this rank, `[tokens, kv_heads, head_dim]`.
-        v: Values, as wide as `k`. Channels from `value_dim` on are 0 and are not computed.
-        exchange: Brings keys of other ranks.
-        group: Ranks of the exchange.
-        kernel: Computes the calls.
-        value_dim: Width of the values; None: `head_dim`.
+        k: keys of this rank, `[tokens, kv_heads, head_dim]`.
+        v: values, as wide as `k`. Channels from `value_dim` on are 0 and are not computed.
+        exchange: brings keys of other ranks.
+        group: ranks of the exchange.
+        kernel: computes the calls.
+        value_dim: width of the values; None: `head_dim`.
         sinks: `[heads]`, or None.
-        with_lse: Whether to return the log-sum-exp as well. Must be equal on all ranks.
-        known: Output and log-sum-exp `[queries, heads]` if they are computed already: the forward then returns copies,
+        with_lse: whether to return the log-sum-exp as well. Must be equal on all ranks.
+        known: output and log-sum-exp `[queries, heads]` if they are computed already: the forward then returns copies,
             and only gradients are computed.
 
     Returns:

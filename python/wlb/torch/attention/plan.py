@@ -140,7 +140,7 @@ class _Tensors:
         """The calls over each tensor of keys, in the order of the plan.
 
         Args:
-            plain: For each tensor of keys its calls, the number of queries, and the number of keys.
+            plain: for each tensor of keys its calls, the number of queries, and the number of keys.
         """
         flat = [(call, queries, keys) for of_keys, queries, keys in plain for call in of_keys]
         sizes = [size for (_, _, _, spans, *_), _, _ in flat for size in (spans + 1, spans + 1, spans)]
@@ -229,13 +229,13 @@ def keys_plan(
     """Plan of `rank` for `all_gather`, or for `fetch`.
 
     Args:
-        shard: Shard of the micro-batch.
-        rank: Rank in the context-parallel group.
-        fetch: Whether keys go by all-to-all to the ranks that need them; False: by all-gather.
-        window: Tokens that a query sees, itself included; None: no limit.
-        biased: Whether scores have a bias by position.
-        device: Device of the plan's tensors.
-        buckets: Whether to divide calls where that makes the kernel faster.
+        shard: shard of the micro-batch.
+        rank: rank in the context-parallel group.
+        fetch: whether keys go by all-to-all to the ranks that need them; False: by all-gather.
+        window: tokens that a query sees, itself included; None: no limit.
+        biased: whether scores have a bias by position.
+        device: device of the plan's tensors.
+        buckets: whether to divide calls where that makes the kernel faster.
     """
     indices, local, remote, (first, own_rows), sent, sizes, gathers, going, own = _core.keys_plan(
         shard, rank, fetch=fetch, window=window, biased=biased, buckets=buckets

@@ -190,11 +190,11 @@ def _added(k: Tensor, calls: Sequence[Call], gradients: Tensor | None, rest: Ten
     """Adds the gradients of calls to `rest`, the sum of other positions, in the accumulation dtype.
 
     Args:
-        k: Gives the shape of a row, and the dtype.
-        calls: Calls over a block of keys.
-        gradients: Gradients of the calls, call after call; None: no calls.
-        rest: Sum so far, may be changed in place; None: zeros.
-        rows: Number of keys of the block.
+        k: gives the shape of a row, and the dtype.
+        calls: calls over a block of keys.
+        gradients: gradients of the calls, call after call; None: no calls.
+        rest: sum so far, may be changed in place; None: zeros.
+        rows: number of keys of the block.
     """
     dtype = accumulator(k.dtype)
     if gradients is not None and _sees_all_rows(calls):

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.torch.data.rows import KNOWN, WITHOUT_EFFECT, RowReader, sequence_lengths
+from wlb._rows import WITHOUT_EFFECT, masked_lengths
+from wlb.torch.data.rows import KNOWN, RowReader, sequence_lengths
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
     name = "attention_mask" if masked else "input_ids"
     tables = dataset.select_columns([name]).with_format("arrow").iter(batch_size=10_000)
     if masked:
-        lengths = [np.array([np.count_nonzero(mask) for mask in _arrays(table[name])], np.int64) for table in tables]
+        lengths = [masked_lengths(table[name]) for table in tables]
     else:
         lengths = [compute.list_value_length(table[name]).to_numpy() for table in tables]
     return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)

@@ -148,8 +148,8 @@ class PackedBatch:
         """Refuses columns of documents that `taker` does not use and would drop silently.
 
         Args:
-            taken: The columns that it uses, among "position_ids" and the names of `columns`.
-            taker: Its name in the error.
+            taken: the columns that it uses, among "position_ids" and the names of `columns`.
+            taker: its name in the error.
 
         Raises:
             wlb.WlbError: Naming the column.
@@ -178,7 +178,7 @@ class PackedBatch:
         every model can run.
 
         Args:
-            plain: Return only what every causal model takes, for models without `**kwargs`. The label after a piece is
+            plain: return only what every causal model takes, for models without `**kwargs`. The label after a piece is
                 then not learnt.
 
         Returns:

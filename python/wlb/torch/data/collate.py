@@ -52,25 +52,25 @@ def collate(
     Use it as the `collate_fn` of a `DataLoader`: `functools.partial(collate, cp_rank=..., cp_size=...)`.
 
     Args:
-        documents: Each is a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1;
+        documents: each is a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1;
             or a mapping with `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
             they mean). May be empty; the batch is then empty.
-        cp_rank: This rank in the context-parallel group.
-        cp_size: Ranks of that group.
-        strategy: As in `wlb.shard`.
-        causal: As in `wlb.shard`. Labels are those of next-token prediction either way.
+        cp_rank: this rank in the context-parallel group.
+        cp_size: ranks of that group.
+        strategy: as in `wlb.shard`.
+        causal: as in `wlb.shard`. Labels are those of next-token prediction either way.
         document_ids: int64 [documents], instead of those in the documents; by default rows have their index here.
-        multiple_of_tokens: Pads to a multiple of this number of tokens, on all context-parallel ranks together. Give
+        multiple_of_tokens: pads to a multiple of this number of tokens, on all context-parallel ranks together. Give
             the same to the packer, which counts the padding. The padding is a document of its own with token 0,
             positions from 0 and no labels.
-        token_buckets: Pads to the first of these sizes that is large enough, ascending; as in the packer.
+        token_buckets: pads to the first of these sizes that is large enough, ascending; as in the packer.
         max_documents: `cu_seqlens` has this and 2 entries (with padding's), as CUDA graphs need.
-        columns: Names of further columns of rows to carry, as `PackedBatch.columns`. If the documents were read with
+        columns: names of further columns of rows to carry, as `PackedBatch.columns`. If the documents were read with
             columns, give these here too, so that an empty batch also has them.
-        labels_ahead: How many tokens ahead every token predicts, for multi-token prediction. Above 1 the batch has
+        labels_ahead: how many tokens ahead every token predicts, for multi-token prediction. Above 1 the batch has
             `columns["labels_ahead"]`, int64 [labels_ahead - 1, tokens]: in row j the label j + 2 ahead in the document,
             on whatever rank that token is. To roll each rank's labels would be wrong where documents or ranks meet.
-        **sharding: Further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` and `cp_seconds_per_key` for
+        **sharding: further arguments of `wlb.shard`: `max_imbalance`, `kernel_model` and `cp_seconds_per_key` for
             "adaptive", ...
 
     Returns:

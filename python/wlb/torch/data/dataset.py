@@ -25,9 +25,9 @@ class Documents(Dataset[Document]):
             these as `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what they mean),
             such as a row of Hugging Face's datasets. Those are read from their Arrow tables as arrays, whatever format
             they are set to, unless a function of your own (`set_transform`) makes the rows.
-        columns: Names of further columns to carry.
-        labels_ahead: How many tokens ahead every token predicts (`collate`).
-        argument: Name of `dataset` in errors.
+        columns: names of further columns to carry.
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
+        argument: name of `dataset` in errors.
 
     Raises:
         wlb.WlbError: `columns` or `labels_ahead` are invalid. When a row is read: as `wlb.torch.RowReader`.
@@ -144,11 +144,11 @@ def measured(
     """Documents to plan for, and their lengths, given or read.
 
     Args:
-        dataset: As `Documents` takes it.
+        dataset: as `Documents` takes it.
         lengths: int [documents], or None.
-        argument: Name of `dataset` in errors.
-        columns: As `Documents` takes them.
-        labels_ahead: As `Documents` takes it.
+        argument: name of `dataset` in errors.
+        columns: as `Documents` takes them.
+        labels_ahead: as `Documents` takes it.
 
     Raises:
         wlb.WlbError: The data set has no length, like a stream, or is empty; the number of lengths is not that of

@@ -34,7 +34,7 @@ from wlb.torch.data.documents import (
 from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.rows import RowReader
-from wlb.torch.data.state import Link, Progress, Snapshot, field, same
+from wlb.torch.data.state import Progress, SavedChain, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 
@@ -149,21 +149,21 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     skipped, and only this rank, of as many, may load it. If `batches` ends before, the next step fails.
 
     Args:
-        batches: See above. Read in a thread, by every rank; ranks that differ only in pipeline stage or tensor-parallel
+        batches: see above. Read in a thread, by every rank; ranks that differ only in pipeline stage or tensor-parallel
             position read the same.
-        plan: Makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
+        plan: makes the plan from int64 [documents], their lengths: `functools.partial(wlb.plan_dynamic_cp, ...)` with
             the group's size as `world_size`. The same on every rank.
-        costs: What a document costs on one rank, in seconds for the whole model, if its length does not tell: a float
+        costs: what a document costs on one rank, in seconds for the whole model, if its length does not tell: a float
             array by the ids of documents, none of which is cut; or a function of a document, called once for each
             document in the thread of the rank that reads it. `plan` is then called with `costs=`, float64 [documents],
             and has no cost model.
-        attention_costs: The part of `costs` that is attention; `plan` is called with `attention_costs=`, too.
-        group: The data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
-        prepare: Called in the thread with every micro-batch; its result is in the step. Use it for `prepare_attention`,
+        attention_costs: the part of `costs` that is attention; `plan` is called with `attention_costs=`, too.
+        group: the data x context ranks: `data_and_context(mesh).get_group()`. None: one process.
+        prepare: called in the thread with every micro-batch; its result is in the step. Use it for `prepare_attention`,
             or `PackedBatch.pin_memory`. The CUDA device is that of the moment when the loader was made, if CUDA was
             used.
-        columns: Names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
-        labels_ahead: How many tokens ahead every token predicts (`collate`).
+        columns: names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Attributes:
         tokens_moved: Tokens that this rank received from others so far.
@@ -201,7 +201,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         self._number = 0  # of the step that is read next
         self._ended = False  # this rank's share of the iteration
         self._item: Step[Any] | None = None  # the last step that was read, if `batches` gives steps
-        self._link = Link()
+        self._chain = SavedChain()
         self._latest = self._position()  # after the step that was made last
         self._steps = StepsAhead(self._make, self._latest, name="wlb-dynamic-cp", argument="batches")
         self.tokens_moved = 0
@@ -250,12 +250,12 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         if self._stateful != (batches is not None):
             raise error("state", f"was saved with{'out' if self._stateful else ''} a state of batches", value=batches)
         same(state, self._reader(), "this loader")
-        link = Link.of(state)
+        chain = SavedChain.of(state)
         if self._stateful:
             allowed = {"allow_config_change": True} if allow_config_change else {}
             self._batches.load_state_dict(batches, **allowed)
         self._number, self._read, self._skip = number, read, 0 if self._stateful else read
-        self._link = link
+        self._chain = chain
         self._steps.position = self._latest = self._position()
 
     def _reader(self) -> dict[str, int]:
@@ -269,13 +269,13 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         known = {"format": FORMAT, "version": VERSION, "step": self._number, "read": self._read, **self._reader()}
         within = self._item.snapshot if self._stateful and self._item is not None else None
         if within is not None:
-            known = self._link.sealed({**known, "batches": Hashed(within.digest)})
+            known = self._chain.sealed({**known, "batches": Hashed(within.digest)})
             snapshot = Snapshot(known, within.progress, lambda: {**known, "batches": copy.deepcopy(within.state)})
         else:
             known["batches"] = copy.deepcopy(self._batches.state_dict()) if self._stateful else None
-            known = self._link.sealed(known)
+            known = self._chain.sealed(known)
             snapshot = Snapshot.of(known, Progress())
-        return Position(self._number, snapshot, Link.after(known), metrics)
+        return Position(self._number, snapshot, SavedChain.after(known), metrics)
 
     def _make(self) -> PreparedStep[DynamicCpStep[T], Position]:
         while True:
@@ -291,7 +291,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         def finish() -> PreparedStep[DynamicCpStep[T], Position]:
             micro_batches: list[Any] = [self._prepare(batch) for batch in batches] if self._prepare else batches
             number, epoch = self._number, 0 if self._item is None else self._item.epoch
-            self._number, self._link = number + 1, self._latest.link
+            self._number, self._chain = number + 1, self._latest.chain
             self._latest = self._position()
             step = DynamicCpStep(
                 number,
@@ -310,8 +310,8 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
 
     def _end(self) -> PreparedStep[DynamicCpStep[T], Position]:
         """After the last step of the iteration."""
-        head = self._latest.link.previous
-        self._link = Link(head, head)
+        head = self._latest.chain.previous
+        self._chain = SavedChain(head, head)
         self._latest = self._position()
         return PreparedStep(None, self._latest)
 

@@ -72,6 +72,18 @@ class ForestBatch:
         """Ranks of its context-parallel group."""
         return self.shard.cp_size
 
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding, on all context-parallel ranks together: a root of their own, which predicts nothing."""
+        forest = self.shard.forest
+        padded = forest.num_samples > self.sample_ids.numel()
+        return int(forest.lengths[int(forest.ends[-1])]) if padded else 0
+
+    @property
+    def real(self) -> Tensor:
+        """Mask of the tokens of samples: bool [tokens_of_this_rank], False for padding."""
+        return self.sample_counts > 0
+
     def to_samples(self, values: Tensor) -> Tensor:
         """Values of the predictions of each sample, from one value for each edge. Differentiable: gradients add up.
 
@@ -129,12 +141,12 @@ def collate_forest(
     of them. Each sample says which predictions count (`Document.labels`).
 
     Args:
-        samples: Those of the micro-batch, in the order of its `sample_ids`: each is a `Document`, bare token ids, or a
+        samples: those of the micro-batch, in the order of its `sample_ids`: each is a `Document`, bare token ids, or a
             mapping with `"input_ids"` and maybe `"labels"` or a mask (`wt.RowReader`).
-        micro_batch: Of a `wlb.ForestPlan`; or a forest, with all its samples.
-        cp_rank: This rank in the context-parallel group.
-        cp_size: Ranks of that group.
-        multiple_of_tokens: Pads to a multiple of this number of unique tokens, on all context-parallel ranks together,
+        micro_batch: of a `wlb.ForestPlan`; or a forest, with all its samples.
+        cp_rank: this rank in the context-parallel group.
+        cp_size: ranks of that group.
+        multiple_of_tokens: pads to a multiple of this number of unique tokens, on all context-parallel ranks together,
             with a root of its own, of token 0, that predicts nothing.
 
     Returns:
@@ -235,15 +247,15 @@ def forest_step(
     """This rank's part of the step of a plan, as `train_step` and `verify` take it.
 
     Args:
-        samples: All samples of the plan's forest, by their ids: anything with indices. Only those of this rank are
+        samples: all samples of the plan's forest, by their ids: anything with indices. Only those of this rank are
             read. Each is what `collate_forest` takes.
-        plan: Of `wlb.pack_forest`, the same on all ranks.
-        number: Steps before this one, since the run began.
-        dp_rank: This rank among the data-parallel ranks.
-        dp_size: Data-parallel ranks; None: the number for which the plan was made, or one.
-        cp_rank: This rank in the context-parallel group.
-        cp_size: Ranks of that group.
-        multiple_of_tokens: As `collate_forest` takes it.
+        plan: of `wlb.pack_forest`, the same on all ranks.
+        number: steps before this one, since the run began.
+        dp_rank: this rank among the data-parallel ranks.
+        dp_size: data-parallel ranks; None: the number for which the plan was made, or one.
+        cp_rank: this rank in the context-parallel group.
+        cp_size: ranks of that group.
+        multiple_of_tokens: as `collate_forest` takes it.
 
     Returns:
         The step; its `indices` are those of this rank's micro-batches in the plan (`plan.deal`).

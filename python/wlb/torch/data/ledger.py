@@ -63,9 +63,9 @@ class Ledger:
 
     Args:
         folder: made if it does not exist. Shared by all ranks, or gathered before the audit.
-        dp_rank: This data-parallel rank.
-        dp_size: Data-parallel ranks.
-        source: The loader of the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
+        dp_rank: this data-parallel rank.
+        dp_size: data-parallel ranks.
+        source: the loader of the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
 
     Attributes:
         path: The file.

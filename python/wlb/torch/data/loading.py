@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
@@ -50,6 +51,10 @@ class Loading:
         shuffle: whether each epoch has another order.
         seed: of these orders.
         num_workers: number of processes that read.
+        worker_init_fn: called in each of these processes with its number, as `torch.utils.data.DataLoader` does. Rows
+            that draw random numbers need it on several ranks: with equal seeds, all ranks draw the same.
+        generator: draws the seeds of these processes.
+        multiprocessing_context: how these processes are started, such as "spawn".
         columns: names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
         labels_ahead: how many tokens ahead every token predicts (`collate`).
 
@@ -66,6 +71,9 @@ class Loading:
     shuffle: bool = True
     seed: int = 0
     num_workers: int = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    generator: torch.Generator | None = None
+    multiprocessing_context: Any = None
     columns: Sequence[str] = ()
     labels_ahead: int = 1
 
@@ -146,6 +154,21 @@ class Loading:
             num_epochs=self.num_epochs,
         )
 
+    def loader(
+        self, documents: Any, sampler: BalancedBatchSampler, collate_fn: Callable[[list[Any]], Any], **others: Any
+    ) -> DataLoader[Any]:
+        """The `DataLoader` of documents; `others` are its further arguments."""
+        return DataLoader(
+            documents,
+            batch_sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=self.num_workers,
+            worker_init_fn=self.worker_init_fn,
+            generator=self.generator,
+            multiprocessing_context=self.multiprocessing_context if self.num_workers else None,
+            **others,
+        )
+
 
 def balanced_loader(
     dataset: Any,
@@ -176,8 +199,9 @@ def balanced_loader(
         config: of a Hugging Face model, from which costs of documents are computed; or give `cost_model`.
         group: data-parallel ranks; None: all ranks, or a single process.
         **options: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
-            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `columns`, `labels_ahead`; and of `wlb.Packer`:
-            `method`, `release`, `delay_price`, `max_step_cost`, ...
+            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `worker_init_fn`, `generator`,
+            `multiprocessing_context`, `columns`, `labels_ahead`; and of `wlb.Packer`: `method`, `release`,
+            `delay_price`, `max_step_cost`, ...
 
     Returns:
         The steps of this rank.
@@ -201,8 +225,7 @@ def balanced_loader(
     made = loading.packer(count, **limits, **packer)
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     shape = {name: packer[name] for name in SHAPE if name in packer}
-    work, workers = partial(loading.collate, **shape), loading.num_workers
-    return StepLoader(DataLoader(documents, batch_sampler=sampler, collate_fn=work, num_workers=workers))
+    return StepLoader(loading.loader(documents, sampler, partial(loading.collate, **shape)))
 
 
 def step_tokens(held: int) -> int:
@@ -214,9 +237,9 @@ def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1
     """Fewest micro-batches of a rank for a step of this many tokens, with some room.
 
     Args:
-        tokens: Of the step, on all ranks.
-        ranks: Number of data-parallel ranks.
-        max_tokens: Most tokens of a micro-batch.
-        together: The number of micro-batches is a multiple of it.
+        tokens: of the step, on all ranks.
+        ranks: number of data-parallel ranks.
+        max_tokens: most tokens of a micro-batch.
+        together: the number of micro-batches is a multiple of it.
     """
     return max(1, math.ceil(ROOM * tokens / (ranks * max_tokens * together))) * together

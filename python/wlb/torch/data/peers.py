@@ -28,8 +28,8 @@ class Peers:
     while it saves a checkpoint.
 
     Args:
-        group: Its ranks.
-        description: Purpose of the new group.
+        group: its ranks.
+        description: purpose of the new group.
 
     Attributes:
         rank: This rank in the group.
@@ -73,11 +73,11 @@ class Peers:
         """Raises on all ranks if some failed or disagree: each part has its "failure" or None, and an "agreement".
 
         Args:
-            parts: Results of `gather`, by rank.
-            failure: This rank's own failure, or None.
-            argument: Name for the error.
-            what: What has to be the same on all ranks, in words.
-            step: The number of the step, if it is known.
+            parts: results of `gather`, by rank.
+            failure: this rank's own failure, or None.
+            argument: name for the error.
+            what: what has to be the same on all ranks, in words.
+            step: the number of the step, if it is known.
 
         Raises:
             wlb.WlbError: Naming the ranks.
@@ -124,7 +124,7 @@ class Peers:
 
         Args:
             outgoing: int [n] each, by destination.
-            incoming: Their sizes, by source.
+            incoming: their sizes, by source.
         """
         sent = [array.astype(np.int64, copy=False) for arrays in outgoing for array in arrays]
         joined = np.concatenate([np.empty(0, np.int64), *sent])

@@ -19,9 +19,9 @@ class Permutation:
     a state saved today means the same under any later numpy.
 
     Args:
-        size: Elements, at least 1.
-        seed: Any integer.
-        epoch: Each epoch has another permutation.
+        size: elements, at least 1.
+        seed: any integer.
+        epoch: each epoch has another permutation.
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int) -> None:

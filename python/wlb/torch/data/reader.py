@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as field_of
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +18,7 @@ from wlb.ledger import waiting_pieces
 from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.given_costs import CorpusCosts
 from wlb.torch.data.permutation import Permutation
-from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
+from wlb.torch.data.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"
 VERSION: Final = 2
@@ -38,6 +39,7 @@ class ReadingOrder:
         limit: Most tokens of a document.
         costs: Given costs of documents, if the packer takes them.
         max_early: Iterations that a document may come before its turn.
+        content: A `fingerprint` of the data set under "content", once a loader knows it.
     """
 
     corpus: Corpus
@@ -50,6 +52,7 @@ class ReadingOrder:
     limit: int
     costs: CorpusCosts | None = None
     max_early: int = 0
+    content: dict[str, str] = field_of(default_factory=dict)
 
     @property
     def longest(self) -> int | None:
@@ -216,7 +219,7 @@ class StepReader:
         self._offset = 0  # tokens of the current document that have entered
         self._taken = np.empty(0, np.int64)  # places of documents that entered before their turn
         self._guess = 64
-        self._link = Link()
+        self._chain = SavedChain()
         self._saved: dict[str, Any] | None = None  # the state at this place, made on request
         self.epoch = 0
         self.step = 0
@@ -260,7 +263,7 @@ class StepReader:
 
     def next_step(self) -> wlb.Packing:
         """Packs the next step of an epoch that has not ended. O(its documents + those that wait)."""
-        link = Link.after(self._state())
+        chain = SavedChain.after(self._state())
         if self._position == self._order.corpus.lengths.size:
             packing = self._packer.drain()
         else:
@@ -277,7 +280,7 @@ class StepReader:
             self._position, self._offset, self._guess = ahead.place, ahead.offset, ahead.guess
             self._taken = ahead.taken
         self.step += 1
-        self._link, self._saved = link, None
+        self._chain, self._saved = chain, None
         return packing
 
     def total_steps(self) -> int:
@@ -311,7 +314,7 @@ class StepReader:
         if epoch < self.epoch and self.pending:
             message = f"= {epoch}: epoch {self.epoch} is reached, {self.pending} documents of it or before still wait"
             raise error("epoch", message, value=epoch)
-        self._link = Link.moved(self._state())
+        self._chain = SavedChain.moved(self._state())
         self.epoch, self._position, self._offset, self._saved = epoch, 0, 0, None
         self._taken = np.empty(0, np.int64)
 
@@ -341,7 +344,7 @@ class StepReader:
     def _state(self) -> dict[str, Any]:
         """The state as it is kept here: taken once, not to be changed."""
         if self._saved is None:
-            self._saved = self._link.sealed(
+            self._saved = self._chain.sealed(
                 {
                     "format": FORMAT,
                     "version": VERSION,
@@ -356,9 +359,31 @@ class StepReader:
                     "micro_batches": 0,
                     "packer": self._packer.state_dict(),
                     **self._costs(),
+                    **self._order.content,
                 }
             )
         return self._saved
+
+    def know(self, content: str | None) -> None:
+        """Keeps the content of the data set in all states from now on."""
+        if content is not None and self._order.content.get("content") != content:
+            self._order.content["content"] = content
+            self._saved = None
+
+    @property
+    def content(self) -> str | None:
+        """The `fingerprint` of the data set, if a loader knows it."""
+        return self._order.content.get("content")
+
+    def _check_content(self, state: Mapping[str, Any]) -> None:
+        """Compares the content of the data set with that of a state, where both are known."""
+        saved = state.get("content", self.content)
+        if self.content is not None and saved != self.content:
+            message = (
+                f"was saved with documents of the same lengths and other tokens (content {str(saved)[:8]}; this data "
+                f"set has {self.content[:8]}): shuffle with a fixed seed, or leave the shuffle to wlb"
+            )
+            raise error("state", message, value=saved)
 
     def _costs(self) -> dict[str, Any]:
         """Description of the costs that documents bring, for the state."""
@@ -386,6 +411,7 @@ class StepReader:
         same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
         if not allow_config_change:
             same(state, self._costs(), "this sampler")
+        self._check_content(state)
         total, position, epoch = (
             self._order.corpus.lengths.size,
             field(state, "position", int),
@@ -412,10 +438,10 @@ class StepReader:
         rest = read_outside(state)
         offset = rest[0][1] if rest else 0
         self._taken = read_taken(state, position, self._order.corpus.lengths.size)
-        packer, link = self._config.empty_copy(), Link.of(state)
+        packer, chain = self._config.empty_copy(), SavedChain.of(state)
         packer.load_state_dict(field(state, "packer", dict), allow_config_change=allow_config_change)
         self._packer, self._position, self._offset, self.epoch, self.step = packer, position, offset, epoch, step
-        self._link, self._saved = link, None
+        self._chain, self._saved = chain, None
 
 
 def read_taken(state: Mapping[str, Any], position: int, total: int) -> NDArray[np.int64]:

@@ -13,31 +13,14 @@ from torch import Tensor
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb._rows import MASKS, WITHOUT_EFFECT, advice
 from wlb._shown import explained
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
 from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array
 
-MASKS: Final = ("loss_mask", "completion_mask", "assistant_masks")
-"""Columns that mark the tokens to learn."""
-
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
 _OF_ONE_DOCUMENT: Final = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids")
-# Columns that are made anew for packed rows, or that say nothing about tokens.
-WITHOUT_EFFECT: Final = frozenset(
-    [
-        "length",
-        "num_tokens",
-        "special_tokens_mask",
-        "offset_mapping",
-        "__index_level_0__",
-        "use_cache",
-        "num_items_in_batch",
-        "max_length_q",
-        "max_length_k",
-    ]
-)
-"""Columns that are dropped, because they do not change what is learnt."""
 KNOWN: Final = frozenset((*_TAKEN, *MASKS, *_WEIGHTS, *_OF_ONE_DOCUMENT)) | WITHOUT_EFFECT
 """Columns with a known meaning."""
 
@@ -114,7 +97,7 @@ class RowReader:
             wlb.WlbError: Naming the first such column.
         """
         if "input_ids" not in names:
-            message = f"has no 'input_ids', but {', '.join(map(repr, names)) or 'nothing'}: tokenise it first"
+            message = f"has no 'input_ids', but {', '.join(map(repr, names)) or 'nothing'}: {advice(names)}"
             raise error(argument, message, index=index, value=list(names))
         for name in names:
             if name not in KNOWN and name not in self.columns:
@@ -133,11 +116,11 @@ class RowReader:
         """The documents of a row: one, or with `seq_lengths` several.
 
         Args:
-            row: As in the class; or a `Document`, which is returned.
-            index: The row's number, for errors.
-            argument: Name of the row's source, for errors.
-            first_id: Id of the first document; by default `index`.
-            used: Columns that only something else reads, such as a function of costs; they are not carried.
+            row: as in the class; or a `Document`, which is returned.
+            index: the row's number, for errors.
+            argument: name of the row's source, for errors.
+            first_id: id of the first document; by default `index`.
+            used: columns that only something else reads, such as a function of costs; they are not carried.
 
         Raises:
             wlb.WlbError: The row cannot be read; the error names the column.

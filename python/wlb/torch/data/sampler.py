@@ -19,7 +19,7 @@ from wlb.torch.data.corpus import Corpus
 from wlb.torch.data.documents import Piece
 from wlb.torch.data.given_costs import CorpusCosts, check_given
 from wlb.torch.data.reader import ReadingOrder, StepReader
-from wlb.torch.data.state import Link, field
+from wlb.torch.data.state import SavedChain, field
 
 
 class PlannedStep(NamedTuple):
@@ -62,20 +62,20 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
 
     Args:
         lengths: int [documents], tokens of each, from 1. The same on every rank.
-        packer: Gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
-        dp_rank: This rank in the data-parallel group.
-        dp_size: Ranks of that group; divides `packer.num_micro_batches`, and is the packer's, if that has one.
-        tokens_per_batch: Tokens that enter the packer in every step, rounded down to whole documents, at least one. By
+        packer: gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
+        dp_rank: this rank in the data-parallel group.
+        dp_size: ranks of that group; divides `packer.num_micro_batches`, and is the packer's, if that has one.
+        tokens_per_batch: tokens that enter the packer in every step, rounded down to whole documents, at least one. By
             default the packer's; at most `num_micro_batches * max_tokens`. Required if the packer bounds the work of
             steps (`max_step_cost`).
-        min_step_tokens: Least tokens of a step: if its documents wait for others, more are read first. By default a
+        min_step_tokens: least tokens of a step: if its documents wait for others, more are read first. By default a
             tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps that drain
             the packer at the end of the run may be smaller, and steps of a single micro-batch, if a short document and
             one of `max_tokens` do not fit into it together.
-        shuffle: Whether each epoch has another order; otherwise it is that of the numbers of documents.
-        seed: Of these orders.
-        num_epochs: Epochs of the run; more may be added when it is resumed.
-        max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
+        shuffle: whether each epoch has another order; otherwise it is that of the numbers of documents.
+        seed: of these orders.
+        num_epochs: epochs of the run; more may be added when it is resumed.
+        max_early: iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
             cost model. Then long documents are read as long before their turn as they would wait after it
             (`Packer.leads`), so the mean displacement is a fifth to a third less at equal balance. The lengths of the
             next `1 + max_early` global batches are read. No document comes before its epoch. 4 is enough.
@@ -194,7 +194,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             return state
         inside = {"micro_batches": yielded, "dp_size": self._dp_size}
         # This state is not that after a step: a run that resumes from it continues the chain of the last step.
-        return seal({**state, **inside, "previous": Link.after(state).previous, "moved": True})
+        return seal({**state, **inside, "previous": SavedChain.after(state).previous, "moved": True})
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_config_change: bool = False) -> None:
         """Makes the next iteration begin at the position of the state. On an error nothing has changed.

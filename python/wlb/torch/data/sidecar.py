@@ -40,10 +40,10 @@ class Sidecar:
     replaced, with a warning. Delete it to compute the facts again.
 
     Args:
-        path: The mapped file.
-        array: Mapped from it, contiguous.
-        offset: Of its first element in the file, in bytes.
-        use: Meaning of its numbers: one file may be lengths for one reader and costs for another, with different facts.
+        path: the mapped file.
+        array: mapped from it, contiguous.
+        offset: of its first element in the file, in bytes.
+        use: meaning of its numbers: one file may be lengths for one reader and costs for another, with different facts.
     """
 
     def __init__(self, path: Path, array: NDArray[Any], offset: int, use: str = "") -> None:

@@ -48,7 +48,7 @@ def same(state: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> N
 
 
 @dataclass(frozen=True)
-class Link:
+class SavedChain:
     """A state's place in the chain, in which each state names the one after the step before.
 
     A state that was saved without a completed step, after a change of epoch or configuration or inside a step, says
@@ -64,30 +64,30 @@ class Link:
     head: str | None = None
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Link:
-        """Link to a saved state whose seal has been checked."""
+    def of(cls, state: Mapping[str, Any]) -> SavedChain:
+        """Chain of a saved state whose seal has been checked."""
         previous = field(state, "previous", object)
         if previous is not None:
             previous = field(state, "previous", str)
         return cls(previous, previous if field(state, "moved", bool) else field(state, "digest", str))
 
     def sealed(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state with its link and its digest."""
+        """The state with its chain and its digest."""
         linked = seal({**state, "previous": self.previous, "moved": False})
         if self.head not in (None, linked["digest"]):
             linked = seal({**state, "previous": self.head, "moved": True})
         return linked
 
     @staticmethod
-    def after(state: Mapping[str, Any]) -> Link:
-        """Link of the state after the next step."""
-        return Link(previous=state["previous"] if state["moved"] else state["digest"])
+    def after(state: Mapping[str, Any]) -> SavedChain:
+        """Chain of the state after the next step."""
+        return SavedChain(previous=state["previous"] if state["moved"] else state["digest"])
 
     @staticmethod
-    def moved(state: Mapping[str, Any]) -> Link:
-        """Link of a state that follows without a completed step."""
-        head = Link.after(state).previous
-        return Link(head, head)
+    def moved(state: Mapping[str, Any]) -> SavedChain:
+        """Chain of a state that follows without a completed step."""
+        head = SavedChain.after(state).previous
+        return SavedChain(head, head)
 
 
 def outside(ids: Iterable[int] = (), starts: Iterable[int] = (), lengths: Iterable[int] = ()) -> dict[str, list[int]]:
@@ -172,6 +172,9 @@ class Snapshot:
     def state(self) -> dict[str, Any]:
         """Plain JSON values; the caller's own."""
         return copy.deepcopy(self._written)
+
+    def __repr__(self) -> str:
+        return f"Snapshot(digest={self.digest[:8]!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker sends the finished state with its step, not the objects from which it is made.

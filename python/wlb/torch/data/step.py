@@ -18,6 +18,7 @@ from wlb._errors import error
 from wlb._shown import explained
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.content import check_collated, fingerprint
 from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.state import Snapshot
@@ -40,6 +41,7 @@ class Step(Generic[T]):
         micro_batches: In the order of `indices`, which suits a pipeline: the lightest are at both ends.
         planning_seconds: Time of planning.
         snapshot: Position of its loader after it: `state`, and its digest. None if the loader has no states.
+        content: A hash of some documents of the data set, the same on every rank; None if it is not known.
     """
 
     number: int
@@ -49,6 +51,7 @@ class Step(Generic[T]):
     micro_batches: list[T]
     planning_seconds: float = 0.0
     snapshot: Snapshot | None = None
+    content: str | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -136,9 +139,9 @@ class StepLoader(Generic[T]):
                 torch.save(step.state, path)  # loader.load_state_dict(...) goes on after this step
 
     Args:
-        loader: A `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
+        loader: a `DataLoader`, or something like it, whose `batch_sampler` is a `BalancedBatchSampler` and that keeps
             the order of its batches. A `StatefulDataLoader` has its own state; both agree.
-        prepare: Called with every micro-batch before its step is yielded; its result is in the step. Use it to call
+        prepare: called with every micro-batch before its step is yielded; its result is in the step. Use it to call
             `prepare_attention`. With workers it runs in a thread during the step before, on the CUDA device that was
             current when the iteration began, if CUDA was used.
     """
@@ -152,6 +155,8 @@ class StepLoader(Generic[T]):
         self._sampler = sampler
         self._prepare = prepare
         self._documents = _size_of(loader)
+        # Before there is any state, because each state names the one before.
+        sampler.reader.know(fingerprint(getattr(loader, "dataset", None)))
         # A StatefulDataLoader must not be ahead of the step in which its own state is read.
         self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
 
@@ -168,6 +173,7 @@ class StepLoader(Generic[T]):
         batches = iter(self._loader)
         reader = self._sampler.consumer()
         most = self.packer.max_documents
+        unseen = [True]  # until the first step, whose documents are compared with the data set
 
         def next_step(reader: StepReader) -> tuple[Step[T], StepReader]:
             """The step after `reader`, and the reader after it. On an error nothing counts as consumed."""
@@ -181,9 +187,21 @@ class StepLoader(Generic[T]):
             for index, batch in zip(indices.tolist(), micro_batches, strict=True):
                 numbers = following.documents(packing[index])
                 check_batch(batch, packing[index], int(padded[index]), most, numbers, "loader")
+                if unseen and following.content is not None:
+                    check_collated(batch, self._sampler.elements(packing[index], following), self._loader.dataset)
+            unseen.clear()
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]
-            step = Step(reader.step, reader.epoch, packing, indices, micro_batches, seconds, following.snapshot())
+            step = Step(
+                reader.step,
+                reader.epoch,
+                packing,
+                indices,
+                micro_batches,
+                seconds,
+                following.snapshot(),
+                following.content,
+            )
             return step, following
 
         # Fetch now what workers have sent, so that the next step need not wait for it.
@@ -226,6 +244,13 @@ class StepLoader(Generic[T]):
     def ended(self) -> bool:
         """Whether all epochs of the run are done."""
         return self._sampler.epoch >= self._sampler.num_epochs
+
+    def skip_epoch(self) -> None:
+        """Ends the present epoch after the last step that was yielded; documents that wait are trained later.
+
+        After the last epoch, documents that wait are not trained. An iteration that goes on raises.
+        """
+        self._sampler.set_epoch(self._sampler.epoch + 1)
 
     def describe(self) -> dict[str, Any]:
         """Description of the documents for a ledger: plain JSON values."""
@@ -270,12 +295,12 @@ def check_batch(
     """Checks the lengths and sizes of `batch` against the plan, on which kernels and other ranks of a pipeline rely.
 
     Args:
-        batch: The collated batch; only a `PackedBatch` is checked.
-        planned: The micro-batch.
-        padded: Its tokens with padding.
-        max_documents: The packer's.
+        batch: the collated batch; only a `PackedBatch` is checked.
+        planned: the micro-batch.
+        padded: its tokens with padding.
+        max_documents: the packer's.
         numbers: int64 [documents], their names in errors.
-        argument: Source of the batch, for errors.
+        argument: source of the batch, for errors.
 
     Raises:
         wlb.WlbError: It differs.

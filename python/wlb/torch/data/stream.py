@@ -31,7 +31,7 @@ from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restore
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.rows import RowReader
 from wlb.torch.data.shares import Shares
-from wlb.torch.data.state import Link, Progress, Snapshot, check_outside, field, outside, read_outside, same
+from wlb.torch.data.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
@@ -66,34 +66,34 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
     wait for results of the running step.
 
     Args:
-        streams: Iterables of documents (as `collate` takes them, but no `Document`), equally many in the same order on
+        streams: iterables of documents (as `collate` takes them, but no `Document`), equally many in the same order on
             every rank. Rank r reads `streams[r::dp_size]` and does not touch the others. A stream with `state_dict` and
             `load_state_dict` restores itself; for others, documents already read are skipped.
         weights: float [streams], the share of each stream in the tokens of a step, in any unit. By default shares
             follow the sizes: the documents that are left (`len(stream)`) times the mean length of those read, so that
             all streams end together; shards of one data set (`streams_of`) have equal shares. Streams without `len`
             need weights.
-        packer: Gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
-        collate_fn: Makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
+        packer: gives the configuration; it is not changed. `packer.num_micro_batches` is that of the whole step.
+        collate_fn: makes a micro-batch of its documents: `functools.partial(collate, ...)`. Their ids are running
             numbers in the order read.
-        group: The data-parallel group; its size divides `packer.num_micro_batches`, and is the packer's `dp_size`, if
+        group: the data-parallel group; its size divides `packer.num_micro_batches`, and is the packer's `dp_size`, if
             that has one. None: one process.
-        tokens_per_batch: Tokens that all ranks together read in a step, on average. By default the packer's, as for
+        tokens_per_batch: tokens that all ranks together read in a step, on average. By default the packer's, as for
             `BalancedBatchSampler`.
-        min_step_tokens: Least tokens of a step: if its documents wait for others, more are read first. By default a
+        min_step_tokens: least tokens of a step: if its documents wait for others, more are read first. By default a
             tenth of `tokens_per_batch`; at most a third of `num_micro_batches * max_tokens`. Only the steps after the
             end of all streams may be smaller, and steps of a single micro-batch, if a short document and one of
             `max_tokens` do not fit into it together.
-        max_early: Iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
+        max_early: iterations that a document may be trained before its turn, for a packer with release="adaptive" and a
             cost model, as for `BalancedBatchSampler`. That many further global batches are read ahead. The ranks that
             read them keep their tokens, and no state has them: after a resume they are read again, except those that
             were trained or wait.
-        costs: Costs of documents, if the packer was made with `cost_columns`: a function of what the stream yields,
+        costs: costs of documents, if the packer was made with `cost_columns`: a function of what the stream yields,
             such as `lambda row: [encoder(row["patches"]), language(len(row["input_ids"]))]`, that returns a float or
             floats. Called once, in the thread of the rank that reads it; the others are told. A piece of a document has
             the share of its tokens. Waiting documents keep their costs, in states too.
-        columns: Names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
-        labels_ahead: How many tokens ahead every token predicts (`collate`).
+        columns: names of further columns of rows to carry (`wlb.torch.RowReader` says which are always carried).
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Attributes:
         tokens_moved: Tokens that this rank received from others so far.
@@ -149,11 +149,11 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}
-        self._stand = [stream.state_dict() for stream in self._streams]  # states behind the last turn
+        self._cursors = [stream.state_dict() for stream in self._streams]  # states behind the last turn
         self._ahead: deque[ReadBatch] = deque()  # documents that were read beyond these states
         self._taken: set[tuple[int, int]] = set()  # of these, documents that have entered: (stream, document)
         self._warned = False  # whether a document longer than a global batch was reported
-        self._link = Link()
+        self._chain = SavedChain()
         self._next_id = 0
         self._number = 0  # of the step that is made next
         self._latest = self._position()  # after the step that was made last
@@ -218,7 +218,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             id = field(saved, "id", int)
             waiting[id] = Waiting.of(saved, len(streams), rest.get(id), self._config.cost_columns or 0)
         taken = _taken(state)
-        number, next_id, link = field(state, "step", int), field(state, "next_id", int), Link.of(state)
+        number, next_id, chain = field(state, "step", int), field(state, "next_id", int), SavedChain.of(state)
         if len(waiting) != len(saved_documents) or max(waiting, default=-1) >= next_id:
             raise error("state", f"has a document that waits twice, or one beyond 'next_id' = {next_id}", value=next_id)
         pieces = waiting_pieces({"packer": packer.state_dict(), "outside": state["outside"]})
@@ -227,9 +227,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             left[id] += length
         if left != {id: document.left for id, document in waiting.items()}:
             raise error("state", "has other documents in 'waiting' than in 'packer' and 'outside'")
-        self._number, self._next_id, self._link = number, next_id, link
+        self._number, self._next_id, self._chain = number, next_id, chain
         self._packer, self._streams, self._waiting = packer, streams, waiting
-        self._stand, self._taken = [stream.state_dict() for stream in streams], taken
+        self._cursors, self._taken = [stream.state_dict() for stream in streams], taken
         self._ahead.clear()
         self._steps.position = self._latest = self._position()
 
@@ -244,7 +244,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             "num_streams": len(self._streams),
             "step": self._number,
             "next_id": self._next_id,
-            "streams": self._stand,
+            "streams": self._cursors,
             **({"taken": [list(taken) for taken in sorted(self._taken)]} if self._taken else {}),
             "waiting": [
                 {
@@ -261,7 +261,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 unentered, (waiting[id].entered for id in unentered), (waiting[id].rest for id in unentered)
             ),
         }
-        known = self._link.sealed(known)
+        known = self._chain.sealed(known)
 
         def write() -> dict[str, Any]:
             state = copy.deepcopy(known)
@@ -270,7 +270,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
             return state
 
         snapshot = Snapshot(known, Progress.of(self._next_id, known), write)
-        return Position(self._number, snapshot, Link.after(known), self._packer.metrics())
+        return Position(self._number, snapshot, SavedChain.after(known), self._packer.metrics())
 
     def _make(self) -> PreparedStep[Step[T], Position]:
         packing = self._plan()
@@ -287,7 +287,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 most = self._packer.max_documents
                 check_batch(batch, planned, int(padded[index]), most, planned.document_ids, "collate_fn")
             number = self._number
-            self._number, self._link = number + 1, self._latest.link
+            self._number, self._chain = number + 1, self._latest.chain
             self._latest = self._position()
             step = Step(number, 0, packing, deal[self._rank], micro_batches, snapshot=self._latest.snapshot)
             return PreparedStep(step, self._latest)
@@ -315,7 +315,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         batch = self._ahead.popleft() if self._ahead else self._fetch()
         if batch is None:
             return None
-        self._stand = batch.stand
+        self._cursors = batch.cursors
         documents = [each for place, each in batch.documents.items() if place not in self._taken]
         self._taken.difference_update(batch.documents)
         new = dict(enumerate(documents, self._next_id))
@@ -420,10 +420,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
             stream.stands(part["streams"][number])
-            for at, (length, labelled, costs, layout) in enumerate(part["documents"][number]):
+            for at, (length, has_labels, costs, layout) in enumerate(part["documents"][number]):
                 left = length if self._longest is None else min(length, self._longest)
                 document = read[number][at].document if number in read else None
-                waiting = Waiting(number, length, labelled, left, left, 0, document, None, costs, layout)
+                waiting = Waiting(number, length, has_labels, left, left, 0, document, None, costs, layout)
                 documents[number, first[number] + at] = waiting
         return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
 

@@ -14,7 +14,7 @@ from typing_extensions import Self
 import wlb
 from wlb._errors import error
 from wlb.torch.data.peers import Peers
-from wlb.torch.data.state import Link, Snapshot
+from wlb.torch.data.state import SavedChain, Snapshot
 
 S = TypeVar("S")
 P = TypeVar("P")
@@ -43,10 +43,10 @@ class StepsAhead(Generic[S, P]):
     """Makes each step in a thread while the one before is trained.
 
     Args:
-        make: Makes the next step.
-        position: The position before the first step.
-        name: Of the thread.
-        argument: Name in the error of a call after a failed step.
+        make: makes the next step.
+        position: the position before the first step.
+        name: of the thread.
+        argument: name in the error of a call after a failed step.
 
     Attributes:
         position: Position after the last step taken, whatever was made ahead.
@@ -112,13 +112,13 @@ class Position:
     Attributes:
         number: Steps so far.
         snapshot: The state.
-        link: Link of the next state in the chain.
+        chain: Place of the next state in the chain.
         metrics: Those of the packer; None without one.
     """
 
     number: int
     snapshot: Snapshot
-    link: Link
+    chain: SavedChain
     metrics: wlb.PackerMetrics | None
 
 

@@ -26,7 +26,7 @@ class Waiting:
     Attributes:
         stream: Number of its stream.
         length: All its tokens.
-        labelled: Whether it has labels.
+        has_labels: Whether it has labels.
         left: Tokens that are not yet in a plan.
         rest: Tokens at its end that have not entered the packer.
         entered: Tokens that have.
@@ -38,7 +38,7 @@ class Waiting:
 
     stream: int
     length: int
-    labelled: bool
+    has_labels: bool
     left: int
     rest: int
     entered: int
@@ -50,13 +50,13 @@ class Waiting:
     @property
     def width(self) -> int:
         """Numbers that are sent for each token: the token, perhaps its label, and its columns."""
-        return 1 + self.labelled + num_rows(self.layout)
+        return 1 + self.has_labels + num_rows(self.layout)
 
     def received(self, arrived: list[Iterator[NDArray[np.int64]]]) -> Document:
         """The document from the message of the rank that reads the stream."""
         rows = next(arrived[self.stream % len(arrived)]).reshape(self.width, -1)
-        columns = of_bits(rows[1 + self.labelled :], self.layout)
-        return Document(rows[0], 0, labels=rows[1] if self.labelled else None, columns=columns)
+        columns = of_bits(rows[1 + self.has_labels :], self.layout)
+        return Document(rows[0], 0, labels=rows[1] if self.has_labels else None, columns=columns)
 
     def sent(self, start: int = 0, size: int | None = None) -> NDArray[np.int64]:
         """Message for `received`, with `size` tokens from `start` on: int64 [width * size]."""
@@ -126,11 +126,11 @@ class ReadBatch:
 
     Attributes:
         documents: By stream and number in it, in the order read.
-        stand: Positions of the streams after it.
+        cursors: Positions of the streams after it.
     """
 
     documents: dict[tuple[int, int], Waiting]
-    stand: list[dict[str, Any]]
+    cursors: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)

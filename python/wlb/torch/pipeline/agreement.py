@@ -41,9 +41,9 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
     first rank to come stores its micro-batches, and the others compare. No rank waits for another.
 
     Args:
-        group: The ranks of the pipeline.
-        micro_batches: Of the step.
-        how: Name of the schedule.
+        group: the ranks of the pipeline.
+        micro_batches: of the step.
+        how: name of the schedule.
 
     Raises:
         wlb.WlbError: On the ranks that differ from the first one; it names that rank. The other ranks wait for these in

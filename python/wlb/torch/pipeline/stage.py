@@ -35,16 +35,16 @@ class VarlenPipelineStage(PipelineStage):
     saves an all-gather for every micro-batch.
 
     Args:
-        submodule: The layers of this stage.
-        stage_index: Index of this stage, from 0. `stages_of_rank` gives the stages of a rank.
-        num_stages: Stages of the whole pipeline.
-        device: Where it computes.
-        group: The ranks of this pipeline; the default group if `None`.
-        hidden_size: Activations between stages are `[tokens, hidden_size]`.
-        activation_shape: Instead of `hidden_size`: the shape of an activation between stages on this rank as a function
+        submodule: the layers of this stage.
+        stage_index: index of this stage, from 0. `stages_of_rank` gives the stages of a rank.
+        num_stages: stages of the whole pipeline.
+        device: where it computes.
+        group: the ranks of this pipeline; the default group if `None`.
+        hidden_size: activations between stages are `[tokens, hidden_size]`.
+        activation_shape: instead of `hidden_size`: the shape of an activation between stages on this rank as a function
             of `tokens`, such as `lambda tokens: (tokens // tp, hidden_size)` with sequence parallelism. It must be the
             same for all stages.
-        dtype: Dtype of activations and of their gradients.
+        dtype: dtype of activations and of their gradients.
 
     Raises:
         WlbError: An index out of range, or not exactly one of `hidden_size` and `activation_shape`.

@@ -11,6 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining.schedules import (
+    ScheduleDualPipeV,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
 from wlb.torch.layers import check_forest
@@ -42,8 +48,8 @@ def pipeline_step(
     Under `torch.no_grad()`, or without `loss_fn`, it runs forward only.
 
     Args:
-        stages: This rank's stages, ascending, as `stages_of_rank` gives them.
-        micro_batches: At least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
+        stages: this rank's stages, ascending, as `stages_of_rank` gives them.
+        micro_batches: at least one. 1F1B and DualPipeV need at least as many as stages; interleaved schedules a
             multiple of `max(1, len(micro_batches) // pp_size)`.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"`, `"dualpipev"`, or a
             schedule class of torch.
@@ -72,6 +78,7 @@ def pipeline_step(
     backward = loss_fn is not None and torch.is_grad_enabled()
     if backward:
         _check_tied(stages)
+        _check_split(stages, cls)
     check_same(stages[0].group, micro_batches, f"{cls.__name__} {'with' if backward else 'without'} backward")
     first, last = stages[0].is_first, stages[-1].is_last
     runner = schedule_for(stages, cls, len(micro_batches), backward=backward)
@@ -124,6 +131,27 @@ def _check_tied(stages: Sequence[VarlenPipelineStage]) -> None:
                 "wt.TiedWeights on every rank of the pipeline, and call its all_reduce_gradients() after this"
             )
             raise error("stages", message, index=index, value=stage.stage_index)
+
+
+def _check_split(stages: Sequence[VarlenPipelineStage], cls: type[Schedule]) -> None:
+    """Refuses DistributedDataParallel under schedules that compute gradients of weights apart from those of inputs.
+
+    DDP exchanges gradients in hooks that such a backward pass does not call, so each rank would keep its own.
+    """
+    if not _splits_backward(cls):
+        return
+    for index, stage in enumerate(stages):
+        if any(isinstance(module, DistributedDataParallel) for module in stage.submod.modules()):
+            message = (
+                f"holds a DistributedDataParallel, and {cls.__name__} computes gradients of weights apart from those "
+                "of inputs, where DDP would not exchange them: take fully_shard, or no wrapper and "
+                'wt.all_reduce_gradients, or the schedule "1f1b" or "interleaved_1f1b"'
+            )
+            raise error("stages", message, index=index, value=stage.stage_index)
+
+
+def _splits_backward(cls: type[Schedule]) -> bool:
+    return issubclass(cls, ScheduleInterleavedZeroBubble | ScheduleZBVZeroBubble | ScheduleDualPipeV)
 
 
 def _evaluate(

@@ -18,9 +18,8 @@ from wlb.torch.data.batch import WEIGHTS, PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
 from wlb.torch.lazy import dtensor, fsdp, local
 from wlb.torch.loss import token_normalized_loss
-from wlb.torch.proof.expectations import Run
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import teaching_nothing
+from wlb.torch.proof.short import Document, Row, teaching_nothing
 from wlb.torch.tied import of_pipeline
 from wlb.torch.training import hf_logits, logits_of, takes_input_ids, takes_keywords, without_weights
 
@@ -51,7 +50,8 @@ class Model:
             self._pipeline = given[0].group
             every = ranks.gathered_of_parts(sorted(self._stages))
             self._owners = {index: rank for rank, indices in enumerate(every) for index in indices}
-        self.parameters = list(self.whole.parameters())
+        named = dict(self.whole.named_parameters())
+        self.names, self.parameters = list(named), list(named.values())
         wrappers = fsdp()
         self.sharded = any(isinstance(module, wrappers) for module in self.whole.modules()) or any(
             isinstance(parameter, dtensor()) for parameter in self.parameters
@@ -68,21 +68,22 @@ class Model:
         self.whole.zero_grad(set_to_none=True)
         return found
 
-    def alone(self, runs: Sequence[Run], *, copies: bool = True) -> tuple[float, Gradients]:
-        """Loss and gradients of all runs. Each run is on one rank; every rank gets the sums, for its own shards.
+    def alone(self, rows: Sequence[Row]) -> tuple[float, Gradients]:
+        """Mean loss and gradient of all documents, each alone on one rank. Every rank gets them, for its own shards.
 
         A model that fits on one rank runs without its wrapper, so that the wrapper's averages and communication are not
         trusted. A wrapper that shards parameters is made to add gradients up.
         """
-        filler = replace(runs[0], document=teaching_nothing(runs[0].document))
+        documents = [document for row in rows for document in row.documents if document.num_labels]
+        labels = sum(document.num_labels for document in documents)
         # Ranks meet in every run where parameters or experts are shared out.
-        runs = [*runs, *[filler] * (-len(runs) % self._ranks.size)]
+        documents += [teaching_nothing(documents[0])] * (-len(documents) % self._ranks.size)
         with self._summed():
-            total = sum(map(self._run, runs[self._ranks.rank :: self._ranks.size]))
+            total = sum(self._run(each, 1 / labels) for each in documents[self._ranks.rank :: self._ranks.size])
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if not self.sharded:
             self._ranks.add_up(found)
-        if self._stages and copies:
+        if self._stages:
             for parameter, gradient in zip(self.parameters, found, strict=True):
                 parameter.grad = gradient
             for tied in of_pipeline(self._pipeline):
@@ -100,12 +101,12 @@ class Model:
             with as_written(self.whole):
                 yield
 
-    def _run(self, run: Run) -> float:
+    def _run(self, document: Document, weight: float) -> float:
         """Runs forward and backward, through all stages. Returns the loss."""
-        batch = _batch(run).to(self._ranks.device)
+        batch = _batch(document).to(self._ranks.device)
         if not self._stages:
             part = self.whole if self.sharded else unwrapped(self.whole)
-            whole = self._loss(part, batch) * run.weight
+            whole = self._loss(part, batch) * weight
             whole.backward()  # type: ignore[no-untyped-call]
             return whole.item()
         kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -117,8 +118,8 @@ class Model:
                 kept[index] = entering, call(self._stages[index], replace(batch, tokens=entering))
             leaving = kept[index][1].detach() if index in kept else None
             given = self._ranks.handed(leaving, self._owners[index])
-        loss = float(given) * run.weight
-        gradient: Any = torch.tensor(run.weight, device=self._ranks.device)
+        loss = float(given) * weight
+        gradient: Any = torch.tensor(weight, device=self._ranks.device)
         for index in range(self._last, -1, -1):
             entering, left = kept.get(index, (None, None))
             if left is not None:
@@ -163,18 +164,13 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
     return logits
 
 
-def _batch(run: Run) -> PackedBatch:
-    document, columns = run.document, dict(run.document.columns)
-    if run.positions is not None:
-        columns.pop("position_ids", None)
-    lengths = run.lengths or (len(document),)
+def _batch(document: Document) -> PackedBatch:
     return PackedBatch.of(
         document.tokens,
         document.labels,
-        document_ids=list(range(len(lengths))),
-        shard=wlb.shard(np.array(lengths, np.int64), cp_size=1),
+        document_ids=[0],
+        shard=wlb.shard(np.array([len(document)], np.int64), cp_size=1),
         cp_rank=0,
         num_valid_tokens=document.num_labels,
-        position_ids=run.positions,
-        columns=columns,
+        columns=document.columns,
     )

@@ -75,7 +75,9 @@ def _other_samples(step: Step[Any], plan: wlb.ForestPlan) -> int:
 
 
 def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
-    every = ranks.gathered(((step.number, step.plan.digest()), step.parts.tolist(), wrong))
+    every = ranks.gathered(
+        ((step.number, step.plan.digest(), getattr(step, "content", None)), step.parts.tolist(), wrong)
+    )
     plans, parts, wrongs = zip(*every, strict=True)
     held = sorted(part for of_rank in parts for part in of_rank)
     others = len(set(plans)) > 1 or held != list(range(len(held)))

@@ -19,7 +19,9 @@ from wlb.torch.proof.ranks import Ranks
 
 PackedStep: TypeAlias = "Step[PackedBatch] | DynamicCpStep[PackedBatch]"
 Key: TypeAlias = tuple[int, int]
+Change: TypeAlias = "Callable[[Sequence[Document]], Sequence[Document]]"
 
+_MICRO_BATCHES = 2  # of a rank
 _DOCUMENTS = 3  # of a micro-batch
 _TOKENS = 64  # of a document, for up to two context-parallel ranks
 _GOLDEN = 0.6180339887498949  # its multiples never repeat, modulo 1
@@ -83,11 +85,27 @@ class Short:
     Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the
     tokens, so that documents could see each other. Documents with labels are chosen first, then pieces of documents. A
     document is cut around its first label, which may come after a long prompt, so that a mask of labels shows. The last
-    document of a micro-batch has labels if any has.
+    document of a micro-batch has labels if any has. One document keeps more tokens than `limit`, if one has so many.
+
+    Args:
+        step: this rank's part of the step.
+        ranks: the ranks that share it.
+        limit: tokens, such as those of a window of attention.
+        special: tokens that stand for something, and are never put in the place of another.
+        whole: whether all micro-batches are needed, as by schedules of pipelines; else two of a rank are enough.
     """
 
-    def __init__(self, step: PackedStep, ranks: Ranks) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: PackedStep,
+        ranks: Ranks,
+        *,
+        limit: int = 0,
+        special: frozenset[int] = frozenset(),
+        whole: bool = True,
+    ) -> None:
+        is_cut = isinstance(step, Step) and not whole and len(step.micro_batches) > _MICRO_BATCHES
+        step = _with_labels(step) if is_cut else step  # type: ignore[arg-type]
         self._mine = [(_key(step, place), batch) for place, batch in enumerate(step.micro_batches)]
         self._strategies: dict[Key, Any] = {}
         self._first: dict[Key, int] = {}
@@ -99,8 +117,12 @@ class Short:
                 self._first.setdefault(key, rank)
                 labelled.setdefault(key, []).append(ends)
         self._cp_sizes = {key: len(of_ranks) for key, of_ranks in labelled.items()}
+        longest = max(labelled, key=lambda key: (int(lengths[key].max(initial=0)), key), default=None)
         cuts = {
-            key: _cuts(key[1], self._cp_sizes[key], lengths[key], *np.min(labelled[key], axis=0)) for key in labelled
+            key: _cuts(
+                key[1], self._cp_sizes[key], lengths[key], *np.min(labelled[key], 0), limit=limit * (key == longest)
+            )
+            for key in labelled
         }
         self.documents: dict[Key, list[Document]] = {
             key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
@@ -117,17 +139,39 @@ class Short:
             Row(tuple(documents), self._shard(key, documents), self._first[key])
             for key, documents in self.documents.items()
         ]
-        self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
-        self.num_edges = self.num_valid_tokens
+        self._step = _of(self.documents, step, [key for key, _ in self._mine]) if is_cut else step
+        self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
+
+    def count(self, change: Change = list) -> int:
+        """Labels of the whole step, after `change` of the documents of each micro-batch."""
+        return sum(each.num_labels for documents in self.documents.values() for each in change(documents))
+
+    @property
+    def most_documents(self) -> int:
+        """Documents of the micro-batch with the most."""
+        return max(map(len, self.documents.values()), default=0)
 
     @property
     def divided(self) -> bool:
         """Whether several context-parallel ranks share a micro-batch."""
         return any(size > 1 for size in self._cp_sizes.values())
 
-    def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> PackedStep:
-        """This rank's part of the step, after `change` of the documents of each micro-batch."""
-        changed = {key: change(documents) for key, documents in self.documents.items()}
+    def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> PackedStep:
+        """This rank's part of the step, after `change` of the documents of each micro-batch.
+
+        Args:
+            change: makes other documents of those of a micro-batch.
+            other: whether a document, named by its place in the micro-batch, gets other tokens. Its labels stay.
+        """
+        changed = {key: list(change(documents)) for key, documents in self.documents.items()}
+        if other is not None:
+            changed = {
+                key: [
+                    replace(each, tokens=self._other(each.tokens)) if other(place) else each
+                    for place, each in enumerate(documents)
+                ]
+                for key, documents in changed.items()
+            }
         batches = [self._batch(key, batch, changed[key]) for key, batch in self._mine]
         if isinstance(self._step, DynamicCpStep):
             labels = sum(document.num_labels for documents in changed.values() for document in documents)
@@ -156,6 +200,56 @@ class Short:
         )
 
 
+class Other:
+    """Exchanges ordinary tokens for others: each for the next one among those of the step.
+
+    Args:
+        tokens: int64 [tokens] of each document.
+        special: tokens that stay, such as those of images.
+    """
+
+    def __init__(self, tokens: Sequence[Tensor], special: frozenset[int]) -> None:
+        found = set(torch.cat([torch.empty(0, dtype=torch.int64), *tokens]).tolist())
+        ordinary = sorted(found - special) or sorted(found)
+        if len(ordinary) < 2:  # every vocabulary has these
+            ordinary = sorted({*ordinary, *[token for token in range(3) if token not in special][:2]})
+        self._tokens = torch.tensor(ordinary, dtype=torch.int64)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Other tokens, int64 [tokens]."""
+        at = torch.searchsorted(self._tokens, tokens).clamp(max=self._tokens.numel() - 1)
+        return torch.where(self._tokens[at] == tokens, self._tokens[(at + 1) % self._tokens.numel()], tokens)
+
+
+def _with_labels(step: Step[Any]) -> Step[Any]:
+    """The step with two micro-batches of this rank, which have labels if two have."""
+    batches = step.micro_batches
+    order = sorted(range(len(batches)), key=lambda place: not batches[place].num_valid_tokens)
+    taken = sorted(order[:_MICRO_BATCHES])
+    return replace(step, micro_batches=[batches[place] for place in taken], indices=step.indices[taken])
+
+
+def _of(documents: Mapping[Key, Sequence[Document]], step: Any, mine: Sequence[Key]) -> Step[Any]:
+    """The step with a plan of these micro-batches alone."""
+    sizes = [[len(each) for each in of_batch] for of_batch in documents.values()]
+    packing = wlb.Packing.from_assignment(
+        [size for of_batch in sizes for size in of_batch],
+        [place for place, of_batch in enumerate(sizes) for _ in of_batch],
+        num_micro_batches=len(sizes),
+        max_tokens=max(map(sum, sizes)),
+        cost_model=wlb.CostModel(attention=1.0, linear=1.0),
+    )
+    places = {key: place for place, key in enumerate(documents)}
+    result: Step[Any] = replace(step, packing=packing, indices=np.array([places[key] for key in mine], np.int64))
+    return result
+
+
+def longest_of(step: Any) -> int:
+    """Tokens of the longest document of this rank's micro-batches; 0 for a forest."""
+    packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch)]
+    return max((int(each.shard.lengths[: each.document_ids.numel()].max(initial=0)) for each in packed), default=0)
+
+
 def joined(documents: Sequence[Document]) -> Document:
     """Concatenates documents."""
     documents = documents or [blank(0)]
@@ -182,7 +276,7 @@ def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.in
     """The strategy of a micro-batch, lengths of its documents, and the places of their labels on this rank.
 
     The places are int64 [2, documents]: the position of the first label of each document, and the number of tokens
-    after its last label; `NO_LABEL` for a document without labels. one; `NO_LABEL` where it has none.
+    after its last label; `NO_LABEL` for a document without labels.
     """
     strategy = batch.shard.strategy if batch.shard.strategy in ("contiguous", "per_sequence") else "per_document"
     lengths = batch.shard.lengths[: batch.document_ids.numel()].astype(np.int64)
@@ -196,19 +290,29 @@ def _labelled(batch: PackedBatch) -> tuple[str, NDArray[np.int64], NDArray[np.in
 
 
 def _cuts(
-    number: int, cp_size: int, lengths: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
+    number: int,
+    cp_size: int,
+    lengths: NDArray[np.int64],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    *,
+    limit: int,
 ) -> list[tuple[int, int, bool]]:
     """Chooses parts of a micro-batch's documents: begin and end of each, and whether it is a piece that goes on.
 
     Args:
-        number: Number of the micro-batch.
-        cp_size: Number of its context-parallel ranks.
-        lengths: Lengths of its documents.
-        first: Position of the first label of each, or `NO_LABEL`.
-        last: Tokens after the last label of each, or `NO_LABEL`.
+        number: number of the micro-batch.
+        cp_size: number of its context-parallel ranks.
+        lengths: lengths of its documents.
+        first: position of the first label of each, or `NO_LABEL`.
+        last: tokens after the last label of each, or `NO_LABEL`.
+        limit: the longest document keeps more tokens than these, if it has them; 0 for none.
     """
     order = np.lexsort((np.arange(lengths.size), last != 0, first == NO_LABEL))
     taken = [place for place in order.tolist() if lengths[place] > 1 or lengths.size == 1][:_DOCUMENTS]
+    longest = int(lengths.argmax()) if limit else -1
+    if limit and longest not in taken:
+        taken[-1] = longest
     taken.sort(key=lambda place: bool(first[place] != NO_LABEL))
     most = _TOKENS * max(1, cp_size // 2)
     cuts = []
@@ -216,7 +320,7 @@ def _cuts(
         size, begin = int(lengths[document]), int(first[document]) if first[document] != NO_LABEL else 0
         # Unequal in documents, micro-batches and ranks, so that a mean of means differs from the mean.
         share = (number + 1) * _GOLDEN % 1 * (_DOCUMENTS - place) / _DOCUMENTS
-        length = min(size, most // 8 + int(share * most * 7 / 8))
+        length = min(size, limit + 16 if document == longest else most // 8 + int(share * most * 7 / 8))
         start = 0 if begin < length - 1 else min(begin - (length - 1) // 2, size - length)
         start += int(lengths[:document].sum())
         cuts.append((start, start + length, bool(last[document] == 0)))

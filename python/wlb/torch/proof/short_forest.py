@@ -16,7 +16,7 @@ from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.forest import ForestBatch, collate_forest, paths_of
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import NO_LABEL, Document, Row, blank
+from wlb.torch.proof.short import NO_LABEL, Change, Document, Other, Row, blank
 
 Ints = NDArray[np.int64]
 
@@ -32,26 +32,57 @@ class ShortForest:
     Lengths are unequal, so that a mean of means shows.
     """
 
-    def __init__(self, step: Step[ForestBatch], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        step: Step[ForestBatch],
+        ranks: Ranks,
+        *,
+        limit: int = 0,
+        special: frozenset[int] = frozenset(),
+        whole: bool = True,
+    ) -> None:
+        del limit, whole  # samples keep their trees
         self._step = step
         self._holders: dict[int, dict[int, int]] = {}
         self.documents = self._cut(ranks)
         self.rows = [self._row(key, documents) for key, documents in sorted(self.documents.items())]
-        self.num_valid_tokens = sum(document.num_labels for row in self.rows for document in row.documents)
-        self.num_edges = sum(len(_edges(row)) for row in self.rows)
+        self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
+
+    def count(self, change: Change = list) -> int:
+        """Labels of the whole step, after `change` of the samples of each micro-batch."""
+        return sum(each.num_labels for samples in self.documents.values() for each in change(samples))
+
+    @property
+    def most_documents(self) -> int:
+        """Samples of the micro-batch with the most."""
+        return max(map(len, self.documents.values()), default=0)
 
     @property
     def divided(self) -> bool:
         """Whether several context-parallel ranks share a micro-batch."""
         return any(row.shard.cp_size > 1 for row in self.rows)
 
-    def step(self, change: Callable[[Sequence[Document]], Sequence[Document]] = list) -> Step[ForestBatch]:
-        """This rank's part of the step, after `change` of the samples of each micro-batch."""
+    def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> Step[ForestBatch]:
+        """This rank's part of the step, after `change` of the samples of each micro-batch.
+
+        Args:
+            change: makes other samples of those of a micro-batch.
+            other: whether a sample, named by its place in the micro-batch, gets other tokens, where no sample without
+                other tokens passes. Labels of such samples must be gone.
+        """
         batches = []
         for key, batch in zip(self._step.indices.tolist(), self._step.micro_batches, strict=True):
             samples = change(self.documents[key])
             given = [data.Document(each.tokens, number, labels=_own(each)) for number, each in enumerate(samples)]
-            batches.append(collate_forest(given, _forest(samples), cp_rank=batch.cp_rank, cp_size=batch.cp_size))
+            made = collate_forest(given, _forest(samples), cp_rank=batch.cp_rank, cp_size=batch.cp_size)
+            if other is not None:
+                changed = np.ones(made.shard.num_tokens, bool)
+                for place, path in enumerate(paths_of(made.shard.forest)):
+                    if not other(place):
+                        changed[path] = False
+                here = torch.from_numpy(changed[made.shard.rank(made.cp_rank).token_indices])
+                made = replace(made, tokens=torch.where(here, self._other(made.tokens), made.tokens))
+            batches.append(made)
         return replace(self._step, micro_batches=batches)
 
     def _cut(self, ranks: Ranks) -> dict[int, list[Document]]:
@@ -91,14 +122,6 @@ def _own(document: Document) -> NDArray[Any]:
     """Labels as a data set has them: for each token, whether it is predicted."""
     counts = np.append(False, (document.labels != IGNORE).numpy()[:-1])
     return np.where(counts, document.tokens.numpy(), IGNORE)
-
-
-def _edges(row: Row) -> set[int]:
-    """Places of the tokens that some sample predicts."""
-    found: set[int] = set()
-    for document, path in zip(row.documents, row.paths, strict=True):
-        found.update(path[1:][document.labels[:-1] != IGNORE].tolist())
-    return found
 
 
 def _first(batch: ForestBatch) -> Ints:

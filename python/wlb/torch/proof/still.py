@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 
 from wlb.torch.layers import has_batch_statistics, is_recurrent, with_configs
 from wlb.torch.lazy import fsdp2, local
+from wlb.torch.random_states import random_states
 from wlb.torch.timing import untimed
 from wlb.torch.training import untrained
 
-# # Parts of the names of attributes to turn off: random numbers, and losses over whole rows.
+# Parts of the names of attributes to turn off: random numbers, and losses over whole rows.
 _OFF: Final = ("drop", "noise", "jitter", "aux_loss", "z_loss")
 
 
@@ -26,8 +25,9 @@ class Still:
     Weights that do not learn are not copied: they may be most of the memory, and no optimizer changes them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def __init__(self, model: nn.Module, *, weights: bool = True) -> None:
+        self._moved = _moved(model) if weights else []
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad and weights]
         self._kept = [local(parameter).detach().clone() for parameter in self._parameters]
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         self._wrappers = [module for module in model.modules() if isinstance(module, fsdp2())]
@@ -37,7 +37,7 @@ class Still:
         """Puts weights and buffers back. Returns whether all weights had stayed the same."""
         same = True
         for parameter, before in zip(self._parameters, self._kept, strict=True):
-            if not torch.equal(local(parameter), before):
+            if not torch.equal(local(parameter), before.to(local(parameter).dtype)):
                 same = False
                 local(parameter).copy_(before)
         for buffer, before in self._buffers:
@@ -46,30 +46,54 @@ class Still:
             module.reshard()
         return same
 
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Makes weights that were 0 before the check 0 again, and restores all others."""
+        self.restored()
+        for weight in self._moved:
+            local(weight).zero_()
+
+
+@torch.no_grad()
+def _moved(model: nn.Module) -> list[nn.Parameter]:
+    """Weights that were all 0 (adapters, gates), and are not any more: nothing would pass through them."""
+    moved = []
+    for number, weight in enumerate(model.parameters()):
+        if weight.requires_grad and local(weight).numel() and not local(weight).any():
+            generator = torch.Generator().manual_seed(number)
+            local(weight).copy_(0.02 * torch.randn(local(weight).shape, generator=generator))
+            moved.append(weight)
+    return moved
+
 
 @contextmanager
-def still(model: nn.Module) -> Iterator[Still]:
+def still(model: nn.Module, *, weights: bool = True) -> Iterator[Still]:
     """Turns off dropout and router losses for a while, and leaves no trace.
 
     Modes, weights, gradients, `requires_grad`, buffers, hooks, divisors of wrappers and random states are restored
     afterwards.
+
+    Args:
+        model: all its parts.
+        weights: whether weights may change and gradients are computed meanwhile. If not, weights are not copied.
     """
     modules = [(module, module.training, {**module._buffers}) for module in model.modules()]
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    kept = Still(model)
+    kept = Still(model, weights=weights)
     try:
-        with untrained(model), untimed(), _random_states(), _without_chance(model):
+        with untrained(model), untimed(), random_states(), _without_chance(model):
             yield kept
     finally:
         for module, mode, own in modules:
             module.training = mode
             module._buffers.clear()
             module._buffers.update(own)
-        model.zero_grad(set_to_none=True)
+        if weights:
+            model.zero_grad(set_to_none=True)
         for parameter, learns in learning:
             if parameter.requires_grad != learns:
                 parameter.requires_grad_(learns)
-        kept.restored()
+        kept.put_back()
 
 
 @contextmanager
@@ -98,28 +122,10 @@ def _is_chance(owner: Any, name: str, value: object) -> bool:
     return any(part in name for part in _OFF) or (name == "p" and "Drop" in type(owner).__name__)
 
 
-@contextmanager
-def _random_states() -> Iterator[None]:
-    """Puts back the random states of Python, numpy and torch."""
-    python, arrays = random.getstate(), np.random.get_state()  # noqa: NPY002  # what users draw from
-    kind = torch.accelerator.current_accelerator()
-    try:
-        with torch.random.fork_rng() if kind is None else torch.random.fork_rng(device_type=kind.type):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)  # noqa: NPY002
+def look_along_rows(model: nn.Module) -> list[str]:
+    """Names of the layers in which a document depends on its row, unless they are told where documents begin."""
+    return sorted({type(module).__name__ for module in model.modules() if _looks_along(module)})
 
 
-def mixing_layers(model: nn.Module) -> str:
-    """Names of the layers that mix documents unless they are told where one begins."""
-    return ", ".join(sorted({type(module).__name__ for module in model.modules() if _mixes(module)}))
-
-
-def _mixes(module: nn.Module) -> bool:
-    return is_recurrent(module) or isinstance(module, nn.Conv1d)
-
-
-def batch_norms(model: nn.Module) -> list[nn.Module]:
-    """Layers that take statistics of whole rows in their present mode."""
-    return [module for module in model.modules() if has_batch_statistics(module)]
+def _looks_along(module: nn.Module) -> bool:
+    return is_recurrent(module) or has_batch_statistics(module) or isinstance(module, nn.Conv1d)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import numpy as np
-from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
 
 import wlb_tools
-from wlb_tools.command.inputs.cluster import Cluster
-from wlb_tools.command.inputs.options import BATCHES, CommandLine, settings
-from wlb_tools.command.inputs.stream import Reading, Source, Stream
+from wlb_tools.command.inputs.cluster import Cluster, described
+from wlb_tools.command.inputs.options import BATCHES, CLUSTER, DOCUMENTS, OUTPUT, CommandLine, settings
+from wlb_tools.command.inputs.stream import Reading, Source, Stream, Trainer
 from wlb_tools.command.output.configuration import configuration
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, Table
 from wlb_tools.command.words import counted
-from wlb_tools.simulation import KINDS, Tuning
+from wlb_tools.simulation import Tuning
 from wlb_tools.simulation import tune as tune_cluster
 from wlb_tools.simulation.words import describe, model_sentences
-
-Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
 _LITTLE = 1.01
 """A predicted speed-up below this is too small to notice."""
@@ -31,11 +28,10 @@ def advise(
     sources: Source,
     /,
     *,
-    reading: Reading = Reading(),
+    reading: Annotated[Reading, DOCUMENTS] = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 20,
-    trainer: Annotated[Trainer, Parameter(help=f"What trains: {', '.join(get_args(Trainer))}.")] = "loop",
-    cluster: Cluster = Cluster(),
-    output: Output = Output(),
+    cluster: Annotated[Cluster, CLUSTER] = Cluster(),
+    output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
     """One answer for one run: how unequal the documents are, what that costs, which plan, its gain, the lines to paste.
@@ -46,15 +42,17 @@ def advise(
     Args:
         steps: global batches to form.
     """
-    scenario = cluster.scenario(chosen=True)
+    run = cluster.read()
+    scenario = run.scenario(chosen=True)
     with output.progress() as bars:
-        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
+        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=run.context)
         output.folder("advise")
         alone = _one_rank(scenario)
         tuning = None
         if alone is None:
             tuning = tune_cluster(stream.lengths, scenario, by="tokens", progress=reporting(bars, "Plans"))
-    report = _report(stream, scenario, tuning, alone, trainer, cluster.model_name, settings(cluster, reading))
+    trainer = reading.trainer or "loop"
+    report = _report(stream, scenario, tuning, alone, trainer, run.model_name, described(scenario) | settings(reading))
     output.write(report, command_line)
 
 
@@ -99,7 +97,7 @@ def _report(
     best = tuning.best.summary(tuning.baseline)
     low, high = best["speedup_band"]
     gain = best["speedup"]
-    name = KINDS[tuning.best.kind]
+    name = tuning.best.title
     if tuning.best.outcome is tuning.baseline or gain < _LITTLE:
         answer = (
             f"Little or nothing is to be gained: the best plan ({name}) is predicted at {gain:.2f} times the speed."
@@ -119,7 +117,7 @@ def _report(
         f" A token waits {best['delay_mean']:.2f} steps in the mean, {best['delay_max']} at most."
     )
     keys = ("speedup", "speedup_band", "micro_batch_imbalance_mean", "delay_mean", "delay_max", "peak_bytes")
-    rows = [(KINDS[choice.kind], choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
+    rows = [(choice.title, choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
     blocks: list[Any] = [
         Paragraphs([cost, *([needs] if lines else [])]),
         Heading("The documents"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from wlb_tools.audit import audit as audit_ledger
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.formats import load_numbers
+from wlb_tools.command.inputs.options import OUTPUT
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Block, Paragraphs, Report, Table
 
@@ -20,7 +21,7 @@ def audit(
     *,
     state: Path | None = None,
     lengths: Path | None = None,
-    printing: Printing = Printing(),
+    printing: Annotated[Printing, OUTPUT] = Printing(),
 ) -> None:
     """Proves from a run's ledger that every document was trained once an epoch.
 

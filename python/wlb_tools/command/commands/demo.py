@@ -8,7 +8,17 @@ from typing import Annotated
 from cyclopts.types import NonNegativeInt, PositiveInt
 
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import BATCHES, CommandLine, options, settings
+from wlb_tools.command.inputs.options import (
+    BATCHES,
+    COST,
+    DOCUMENTS,
+    GLOBAL_BATCHES,
+    HELD,
+    OUTPUT,
+    CommandLine,
+    options,
+    settings,
+)
 from wlb_tools.command.inputs.packing import Batches, Delay, Held
 from wlb_tools.command.inputs.stream import Reading
 from wlb_tools.command.output.console import Output
@@ -22,7 +32,7 @@ QUEUES = (0, 1, 2, 3)
 _TUNED_SHARE = 4  # thresholds are tuned on the first 1/4 of the stream
 
 
-@options("Documents")
+@options
 class Shuffled(Reading):
     """Documents in random order."""
 
@@ -33,12 +43,12 @@ def demo(
     sources: tuple[str, ...] = (),
     /,
     *,
-    reading: Shuffled = Shuffled(),
-    batches: Batches = Batches(),
+    reading: Annotated[Shuffled, DOCUMENTS] = Shuffled(),
+    batches: Annotated[Batches, GLOBAL_BATCHES] = Batches(),
     steps: Annotated[PositiveInt, BATCHES] = 200,
-    delay: Delay = Delay(),
-    cost: Cost = Cost(),
-    output: Output = Output(),
+    delay: Annotated[Delay, HELD] = Delay(),
+    cost: Annotated[Cost, COST] = Cost(),
+    output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
     """Compares the packing methods on real documents: balance, delay, memory and planning time.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import wlb
+from wlb_tools.command.inputs.options import OUTPUT
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.render import machine
 from wlb_tools.command.output.report import Block, Paragraphs, Report, Table
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from wlb_tools.command import checkup
 
 
-def doctor(*, printing: Printing = Printing()) -> None:
+def doctor(*, printing: Annotated[Printing, OUTPUT] = Printing()) -> None:
     """Tries what wlb needs on this machine: the engine, attention, the packages that it works with.
 
     Says what is wrong, and what to do about it. Every installed kernel of attention is compared with torch's own,

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 import wlb
 from wlb import timings
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.options import Flag, Numbers
+from wlb_tools.command.inputs.options import OUTPUT, Flag, Numbers
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Block, Code, Paragraphs, Report
 from wlb_tools.command.output.written import costs_file, replaces
@@ -27,7 +27,7 @@ def fit(
     chunks: Annotated[tuple[int, ...], Numbers] = (),
     full: Annotated[bool, Flag] = False,
     cost_model: Annotated[Path | None, Parameter(name=("--output", "-o"))] = None,
-    printing: Printing = Printing(),
+    printing: Annotated[Printing, OUTPUT] = Printing(),
 ) -> None:
     """Fits the costs of documents to the times of micro-batches, and writes them to a file.
 

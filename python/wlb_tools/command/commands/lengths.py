@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.documents import Documents
 from wlb_tools.command.inputs.formats import LENGTHS_MARK, is_lengths
+from wlb_tools.command.inputs.options import DOCUMENTS, OUTPUT
 from wlb_tools.command.inputs.stream import Source, Texts
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.plan_files import at_once, write_names
@@ -24,9 +25,9 @@ def lengths(
     sources: Source,
     /,
     *,
-    texts: Texts = Texts(),
+    texts: Annotated[Texts, DOCUMENTS] = Texts(),
     output: Annotated[Path, Parameter(name=("--output", "-o"))] = Path("lengths.npy"),
-    printing: Printing = Printing(),
+    printing: Annotated[Printing, OUTPUT] = Printing(),
 ) -> None:
     """Measures the documents of SOURCES once, and writes how long each is.
 

@@ -11,7 +11,17 @@ from cyclopts.types import PositiveInt
 from wlb._choices import StreamMethod
 from wlb_tools.command.errors import CliError, option
 from wlb_tools.command.inputs.given import DocumentCosts
-from wlb_tools.command.inputs.options import PANELS, CommandLine, options, settings
+from wlb_tools.command.inputs.options import (
+    COST,
+    DOCUMENTS,
+    GLOBAL_BATCHES,
+    HELD,
+    OUTPUT,
+    PANELS,
+    CommandLine,
+    options,
+    settings,
+)
 from wlb_tools.command.inputs.packing import Batches, Held
 from wlb_tools.command.inputs.stream import Reading, Source
 from wlb_tools.command.output.console import Output
@@ -26,7 +36,7 @@ _TUNED_BATCHES = 100  # most global batches to tune on, from the start of the st
 Method = Literal["original", "fixed_length", StreamMethod]
 
 
-@options(PANELS["batches"])
+@options
 class PackedBatches(Batches):
     """Global batches, and their plans.
 
@@ -44,11 +54,11 @@ def pack(
     /,
     *,
     method: Annotated[Method, Parameter(group=PANELS["methods"])] = "var_length",
-    reading: Reading = Reading(),
-    batches: PackedBatches = PackedBatches(),
-    held: Held = Held(),
-    cost: DocumentCosts = DocumentCosts(),
-    output: Output = Output(),
+    reading: Annotated[Reading, DOCUMENTS] = Reading(),
+    batches: Annotated[PackedBatches, GLOBAL_BATCHES] = PackedBatches(),
+    held: Annotated[Held, HELD] = Held(),
+    cost: Annotated[DocumentCosts, COST] = DocumentCosts(),
+    output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
     """Packs the documents of SOURCE, each exactly once, and writes the plans.
@@ -118,7 +128,7 @@ def _useless(method: Method, batches: PackedBatches, held: Held, cost: DocumentC
     adaptive = held.release == "adaptive"
     reasons = (
         (method != "fixed_length", ("window",), "only --method fixed_length plans several global batches at once"),
-        (fills, ("max_tokens", "memory_factor"), f"--method {method} fills micro-batches up to --context"),
+        (fills, ("max_tokens",), f"--method {method} fills micro-batches up to --context"),
         (fills, tuple(Held.__dataclass_fields__), f"--method {method} holds nothing back"),
         (adaptive, ("outlier_thresholds", "num_queues"), "--release adaptive finds what has to wait without queues"),
         (not adaptive, ("delay_price",), "only --release adaptive has a price of delay"),

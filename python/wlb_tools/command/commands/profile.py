@@ -13,6 +13,7 @@ from cyclopts.types import NonNegativeInt, PositiveInt
 from wlb._core import pass_weights
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.model import ModelName, model_config
+from wlb_tools.command.inputs.options import OUTPUT
 from wlb_tools.command.output.console import Printing
 from wlb_tools.command.output.report import Paragraphs, Report, Table
 from wlb_tools.command.output.written import profile_file, replaces
@@ -33,7 +34,7 @@ def profile(
     held_out: NonNegativeInt = 24,
     budget: Annotated[float, Parameter(validator=validators.Number(gte=1))] = 300.0,
     output: Annotated[Path | None, Parameter(name=("--output", "-o"), group="Output")] = None,
-    printing: Printing = Printing(),
+    printing: Annotated[Printing, OUTPUT] = Printing(),
 ) -> None:
     """Measures this GPU: attention over lengths of queries and keys, and the rest of a transformer layer.
 

@@ -7,10 +7,9 @@ from typing import Annotated
 from cyclopts.types import PositiveInt
 
 import wlb_tools
-from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.errors import in_options
-from wlb_tools.command.inputs.cluster import Cluster
-from wlb_tools.command.inputs.options import BATCHES, PANELS, CommandLine, commas, settings
+from wlb_tools.command.inputs.cluster import Cluster, described
+from wlb_tools.command.inputs.options import BATCHES, CLUSTER, DOCUMENTS, OUTPUT, PANELS, CommandLine, commas, settings
 from wlb_tools.command.inputs.stream import Reading, Source
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.simulation import simulation_report
@@ -29,11 +28,11 @@ def simulate(
     sources: Source,
     /,
     *,
-    reading: Reading = Reading(),
+    reading: Annotated[Reading, DOCUMENTS] = Reading(),
     steps: Annotated[PositiveInt, BATCHES] = 500,
-    cluster: Cluster = Cluster(),
+    cluster: Annotated[Cluster, CLUSTER] = Cluster(),
     variants: Variants = None,
-    output: Output = Output(),
+    output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
     """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
@@ -44,10 +43,11 @@ def simulate(
     Args:
         steps: global batches to form.
     """
-    scenario = cluster.scenario()
+    run = cluster.read()
+    scenario = run.scenario()
     names = tuple(chosen(defaults(scenario) if variants is None else variants))  # checks names before the long work
     with output.progress() as bars:
-        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=cluster.context)
+        stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=run.context)
         output.folder("simulate")
         simulation = wlb_tools.simulate(
             stream.lengths, scenario, variants=names, progress=reporting(bars, "Simulating")
@@ -56,18 +56,15 @@ def simulate(
             simulation,
             stream,
             shown=max(names[1:] or names, key=simulation.speedup),
-            settings=settings(cluster, reading)
+            settings=described(scenario)
+            | settings(reading)
+            | ({} if cluster.cost_file is None else {"cost_model": str(cluster.cost_file)})
             | {
-                "attention_efficiency": cluster.shown_efficiency(),
-                "model": scenario.model.name,
                 "schedule": scenario.pipeline_schedule,
                 "sync": scenario.waiting,
-                "dp": scenario.layout.dp,
-                "micro_batches": scenario.micro_batches,
+                "num_micro_batches": scenario.micro_batches,
                 "max_tokens": scenario.limit,
-                "kernel_model": scenario.attention.source,
                 "outlier_thresholds": listed(simulation.thresholds, ", ") or None,
-                "reserved_gib": scenario.reserved_bytes / GIB,
             },
             remarks=() if variants else not_compared(scenario),
         )

@@ -1,13 +1,14 @@
-"""Contents of a row of a file: text, token ids, a length, a chat, or a prompt and its completion.
+"""Lengths of the rows of a file, or of a batch of rows.
 
-Every format is read as columns of Arrow; this module turns a column into lengths. If a value is not like the others, it
-is refused with its file, row and column.
+`wlb._rows` says which documents a row has, and `rules` what a trainer makes of them. This module counts: a batch of
+Arrow at once where its columns allow it, else row by row. A value that is not like the others is refused with its
+file, row and column.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +17,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import MAX_TOKENS
+from wlb._rows import (
+    Kind,
+    Reading,
+    Tokens,
+    documents,
+    is_length_name,
+    is_messages,
+    masked_lengths,
+    reading_of,
+    reading_of_columns,
+)  # fmt: skip
 from wlb_tools.command.errors import CliError
+from wlb_tools.command.inputs.rules import Rule
+from wlb_tools.command.inputs.tokenizers import Measure, Tokenizer
 
-Measure = Callable[[list[str]], NDArray[np.int64]]
 Holds = Literal["text", "tokens", "lengths"]
-Kind = Literal["text", "tokens", "lengths", "messages"]
+Where = Callable[[int], str]
+"""Names a row of a batch, for errors."""
 
-TEXTS = ("text", "content", "document", "body")
-TOKENS = ("input_ids", "tokens", "token_ids")
-LENGTHS = ("length", "lengths", "num_tokens", "n_tokens", "token_count", "seq_len", "seqlen")
-CHATS = ("messages", "conversations", "conversation")
-PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("question", "answer"))
+_MOST = 10**8  # documents of a histogram
+
+_KINDS: dict[Holds | None, tuple[Kind, ...] | None] = {
+    None: None,
+    "text": ("preference", "instruction", "pair", "rollouts", "chat", "text", "prompt"),
+    "tokens": ("tokens",),
+    "lengths": ("histogram", "lengths"),
+}
+_SAID: dict[Kind, str] = {
+    "preference": "A row is a preference pair: two documents, the prompt with the chosen answer, then with the rejected"
+    " one, as trainers of DPO and of rewards train them.",
+    "prompt": "Rows are prompts alone; the answers that a model gives will make them longer.",
+    "rollouts": "Each answer of a row is a document, with its prompt.",
+    "histogram": "A row says how many documents have a length.",
+}
+"""Sentences about kinds of rows whose lengths need one."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +60,38 @@ class Wanted:
 
     field: names of columns with commas between, whose texts make one document; "": found by their names.
     holds: what the columns have, if their type could mean several things; None: the type decides.
-    measure: counts the tokens of texts; None: bytes of UTF-8.
-    chat: makes text of a list of messages by a tokenizer's template; None: there is no template.
-    no_chat: reason why there is none.
-    name: identifies tokenizer and template; lengths are cached under it.
-    saw: "text" is added if text was measured, so that lengths count what `measure` counts.
+    tokenizer: counts the tokens of texts; None: bytes of UTF-8.
+    trainer: the trainer whose rule makes token sequences of documents; None: none of its rules.
+    saw: "text" is added if text was measured, so that lengths count what the tokenizer counts, else "tokens".
+    notes: sentences about what was read.
     """
 
     field: str = ""
     holds: Holds | None = None
-    measure: Measure | None = None
-    chat: Callable[[list[dict[str, str]]], str] | None = None
-    no_chat: str = "give --tokenizer, a folder with a chat template"
-    name: str = ""
+    tokenizer: Tokenizer | None = None
+    trainer: str | None = None
     saw: set[str] = dataclasses.field(default_factory=set, compare=False)
+    notes: dict[str, None] = dataclasses.field(default_factory=dict, compare=False)
 
-    def columns(self, names: Sequence[str], where: str) -> tuple[str, ...]:
-        """The columns to read among those of a file.
+    @property
+    def measure(self) -> Measure | None:
+        """Counts tokens; None: bytes are counted."""
+        return None if self.tokenizer is None else self.tokenizer.measure
+
+    @property
+    def name(self) -> str:
+        """Identifies tokenizer, template and rule; lengths are cached under it."""
+        return "" if self.tokenizer is None else f"{self.tokenizer.name}-{self.trainer or ''}"
+
+    def fresh(self) -> Wanted:
+        """A copy with these settings for another source, which has seen nothing yet."""
+        return dataclasses.replace(self, saw=set(), notes={})
+
+    def reading(self, names: Sequence[str], where: str) -> Reading:
+        """How rows with these columns are read.
 
         Raises:
-            CliError: they do not exist; or none was given, and none or several of the file's could be meant.
+            CliError: the named columns do not exist; or none was given, and none or several could be meant.
         """
         there = [*names]
         if self.field:
@@ -64,36 +101,33 @@ class Wanted:
                 raise CliError(
                     f"{where}: no column {missing[0]!r} (--field); its columns: {', '.join(there) or 'none'}"
                 )
-            return chosen
-        by_kind = {"tokens": (TOKENS,), "lengths": (LENGTHS,), "text": (TEXTS,)}
-        for known in by_kind[self.holds] if self.holds else (TEXTS, TOKENS, CHATS):
-            found = [name for name in known if name in there]
-            if found:
-                return (found[0],)
-        if self.holds in (None, "text"):
-            for pair in PAIRS:
-                if all(name in there for name in pair):
-                    return pair
-        if self.holds is None:
-            found = [name for name in LENGTHS if name in there]
-            if found:
-                return (found[0],)
-        if len(there) == 1:
-            return (there[0],)
-        message = f"{where}: which of its columns has the documents is not clear: --field NAME; its columns:"
-        raise CliError(f"{message} {', '.join(there) or 'none'}")
+            if len(chosen) == 1 and (self.holds == "lengths" or (self.holds is None and is_length_name(chosen[0]))):
+                return Reading("lengths", {"lengths": chosen[0]})
+            return reading_of_columns(chosen, there)
+        found = reading_of(there, _KINDS[self.holds])
+        if found is None and len(there) == 1:
+            found = Reading("lengths", {"lengths": there[0]}) if self.holds == "lengths" else None
+            found = found or Reading("text", {}, (there[0],))
+        if found is None:
+            message = f"{where}: which of its columns has the documents is not clear: --field NAME; its columns:"
+            raise CliError(f"{message} {', '.join(there) or 'none'}")
+        return found
+
+    def counts(self, texts: list[Any]) -> NDArray[np.int64]:
+        """int64[n]: tokens, or bytes without a tokenizer."""
+        if texts:
+            self.saw.add("text")
+        return utf8_lengths(texts) if self.measure is None else self.measure(texts)
+
+    def unread(self, columns: Sequence[str]) -> None:
+        """Notes columns with text that is not counted, unless the user chose the columns."""
+        if columns and not self.field:
+            self.notes[f"Not counted: {', '.join(map(repr, columns))}."] = None
 
 
 def utf8_lengths(texts: list[str]) -> NDArray[np.int64]:
     """int64[n]: bytes of UTF-8. JSON may have half a surrogate pair, which UTF-8 cannot write."""
     return np.array([len(text.encode("utf-8", "surrogatepass")) for text in texts], dtype=np.int64)
-
-
-def measured(wanted: Wanted, texts: list[str]) -> NDArray[np.int64]:
-    """int64[n]: tokens, or bytes without a tokenizer."""
-    if texts:
-        wanted.saw.add("text")
-    return utf8_lengths(texts) if wanted.measure is None else wanted.measure(texts)
 
 
 def checked_lengths(values: Any, where: str, first_row: int = 0) -> NDArray[np.int64]:
@@ -118,168 +152,219 @@ def checked_lengths(values: Any, where: str, first_row: int = 0) -> NDArray[np.i
     return array.astype(np.int64)
 
 
-def table_lengths(batch: Any, columns: Sequence[str], wanted: Wanted, path: Path, first_row: int) -> NDArray[np.int64]:
-    """int64[rows]: the documents of a record batch of Arrow.
+def histogram(lengths: NDArray[np.int64], counts: NDArray[np.int64], where: str) -> NDArray[np.int64]:
+    """Lengths of documents from how often each length occurs.
+
+    Raises:
+        CliError: there are more documents than can be held.
+    """
+    if counts.sum(dtype=np.float64) > _MOST:
+        raise CliError(
+            f"{where}: says {counts.sum(dtype=np.float64):,.0f} documents; the most is {_MOST:,}: scale them down"
+        )
+    return np.repeat(lengths, counts)
+
+
+# Tables.
+
+
+def table_lengths(table: Any, reading: Reading, wanted: Wanted, path: Path, first_row: int) -> NDArray[np.int64]:
+    """int64[documents]: those of a table or record batch of Arrow that has the columns of `reading`.
 
     Raises:
         CliError: a column has another type than it should, or a value is missing.
     """
-    arrays = [batch.column(name) for name in columns]
-    for name, array in zip(columns, arrays, strict=True):
-        if array.null_count:
-            row = first_row + int(np.flatnonzero(np.asarray(array.is_null()))[0])
-            raise CliError(f"{path}: row {row}, column {name!r}: nothing is there (null); leave that row out")
-    if len(arrays) > 1:
-        return _together(arrays, columns, wanted, path, first_row)
-    return _column(arrays[0], columns[0], wanted, path, first_row)
+    columns = {name: _plain(table.column(name)) for name in reading.names}
+    for name in reading.columns.values() if reading.kind in ("lengths", "histogram") else ():
+        if columns[name].null_count:
+            row = int(np.flatnonzero(np.asarray(columns[name].is_null()))[0])
+            raise CliError(f"{path}: row {first_row + row}: nothing in column {name!r} (null)")
+    found = _at_once(columns, reading, wanted, path, first_row)
+    if found is not None:
+        return found
+    values = {name: column.to_pylist() for name, column in columns.items()}
+    rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    return row_lengths(rows, reading, wanted, lambda row: f"{path}: row {first_row + row}")
 
 
-def _column(array: Any, name: str, wanted: Wanted, path: Path, first_row: int) -> NDArray[np.int64]:
+def _plain(column: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if pa.types.is_dictionary(column.type):
+        return column.dictionary_decode()
+    return column.storage if isinstance(column, pa.ExtensionArray) else column
+
+
+def _at_once(
+    columns: Mapping[str, Any], reading: Reading, wanted: Wanted, path: Path, first_row: int
+) -> NDArray[np.int64] | None:
+    """Lengths that Arrow knows by itself: of numbers, of lists of ids, of bytes; None: rows must be looked at."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if pa.types.is_dictionary(array.type):
-        array = array.dictionary_decode()
-    kind, where = _kind(array.type, name, wanted, path), f"{path}: column {name!r}"
-    if kind == "text":
-        if wanted.measure is None:
-            wanted.saw.add("text")
-            return np.asarray(pc.binary_length(array)).astype(np.int64)
-        return measured(wanted, array.to_pylist())
-    if kind == "tokens":
-        return np.asarray(pc.list_value_length(array)).astype(np.int64)
-    if kind == "lengths":
-        return checked_lengths(array.to_numpy(zero_copy_only=False), where, first_row)
-    return _chats(array.to_pylist(), wanted, where, first_row)
+    types = pa.types
+    if reading.kind in ("lengths", "histogram"):
+        found = []
+        for name in reading.columns.values():
+            column, where = columns[name], f"{path}: column {name!r}"
+            if not (types.is_integer(column.type) or types.is_floating(column.type)):
+                raise CliError(f"{where} holds {column.type}, not lengths: whole numbers of tokens; another: --field")
+            found.append(checked_lengths(column.to_numpy(zero_copy_only=False), where, first_row))
+        return _of_numbers(found, reading, wanted, str(path))
+    if any(column.null_count for column in columns.values()):
+        return None
+    for name, column in columns.items():
+        _check_type(column.type, name, path)
+    every = [*columns.values()]
+    if all(_is_list(each.type) and types.is_integer(each.type.value_type) for each in every) and wanted.holds != "text":
+        if reading.kind not in ("tokens", "text") or "parts" in reading.columns:
+            return None
+        wanted.saw.add("tokens")
+        if "mask" in reading.columns:
+            mask = columns[reading.columns["mask"]]
+            return None if types.is_fixed_size_list(mask.type) else masked_lengths(mask)
+        return _sum([pc.list_value_length(each) for each in every])
+    texts = all(types.is_string(each.type) or types.is_large_string(each.type) for each in every)
+    if not texts or reading.kind not in ("text", "pair") or wanted.measure is not None or wanted.holds == "tokens":
+        return None
+    if reading.kind == "pair" and any(len(each) and is_messages(each[0].as_py()) for each in every):
+        return None
+    wanted.saw.add("text")
+    return _sum([pc.binary_length(each) for each in every])
 
 
-def _kind(type_: Any, name: str, wanted: Wanted, path: Path) -> Kind:
+def _sum(columns: list[Any]) -> NDArray[np.int64]:
+    return np.asarray(np.sum([np.asarray(each).astype(np.int64) for each in columns], axis=0))
+
+
+def _of_numbers(found: list[NDArray[np.int64]], reading: Reading, wanted: Wanted, where: str) -> NDArray[np.int64]:
+    wanted.saw.add("tokens")
+    if reading.kind == "lengths":
+        return found[0]
+    wanted.notes[_SAID["histogram"]] = None
+    return histogram(found[0], found[1], where)
+
+
+def _is_list(type_: Any) -> bool:
     import pyarrow as pa
 
-    types, where = pa.types, f"{path}: column {name!r}"
-    is_list = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
-    if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_):
-        found: Kind = "text"
-    elif is_list and types.is_integer(type_.value_type):
-        found = "tokens"
-    elif is_list and (types.is_struct(type_.value_type) or types.is_map(type_.value_type)):
-        found = "messages"
-    elif types.is_integer(type_) or types.is_floating(type_):
-        if wanted.holds != "lengths" and name not in LENGTHS:
-            raise CliError(f"{where} holds numbers ({type_}): --lengths, if they are lengths of documents")
-        found = "lengths"
-    else:
-        allowed = "text, lists of token ids, lists of messages or lengths"
-        raise CliError(f"{where} is of type {type_}: must be {allowed}; another column: --field")
-    if wanted.holds is not None and wanted.holds != found:
-        raise CliError(f"{where} holds {found}, not {wanted.holds}: leave --{wanted.holds} out, or name another column")
-    return found
+    types = pa.types
+    return bool(types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_))
 
 
-def _together(
-    arrays: Sequence[Any], columns: Sequence[str], wanted: Wanted, path: Path, first_row: int
-) -> NDArray[np.int64]:
-    """Texts of one row in the order of the columns; token ids one list after the other."""
-    kinds = {_kind(array.type, name, wanted, path) for array, name in zip(arrays, columns, strict=True)}
-    if kinds == {"tokens"}:
-        parts = [_column(array, name, wanted, path, first_row) for array, name in zip(arrays, columns, strict=True)]
-        return np.asarray(np.sum(parts, axis=0))
-    if kinds != {"text"}:
-        raise CliError(f"{path}: columns {', '.join(columns)} hold {' and '.join(sorted(kinds))}: must all be text")
-    rows = zip(*(array.to_pylist() for array in arrays), strict=True)
-    return measured(wanted, ["".join(row) for row in rows])
+def _check_type(type_: Any, name: str, path: Path) -> None:
+    """Refuses columns of a type that has no documents, before any row is read."""
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_integer(type_) or types.is_floating(type_):
+        message = f"holds numbers ({type_}): --lengths, if they are lengths of documents"
+        raise CliError(f"{path}: column {name!r} {message}; another column: --field")
+    if types.is_temporal(type_) or types.is_boolean(type_) or types.is_decimal(type_):
+        allowed = "text, lists of token ids, messages or lengths"
+        raise CliError(f"{path}: column {name!r} is of type {type_}: must be {allowed}; another column: --field")
 
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
-"""Names of roles in ShareGPT's files."""
+def has_text(type_: Any) -> bool:
+    """Whether a column of this type of Arrow may have text."""
+    import pyarrow as pa
+
+    types = pa.types
+    if _is_list(type_):
+        return has_text(type_.value_type)
+    if types.is_struct(type_):
+        return any(has_text(type_.field(place).type) for place in range(type_.num_fields))
+    if types.is_dictionary(type_):
+        return has_text(type_.value_type)
+    return bool(types.is_string(type_) or types.is_large_string(type_) or isinstance(type_, pa.BaseExtensionType))
 
 
-def _chats(rows: Sequence[Any], wanted: Wanted, where: str, first_row: int) -> NDArray[np.int64]:
-    if wanted.chat is None:
-        raise CliError(f"{where} holds chats, which a tokenizer's template makes text of: {wanted.no_chat}")
-    texts = []
-    for row, messages in enumerate(rows, start=first_row):
-        plain = []
-        for message in messages:
-            role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-            content = message.get("content", message.get("value")) if isinstance(message, dict) else None
-            if not isinstance(role, str) or not isinstance(content, str):
-                raise CliError(f"{where}: row {row}: a message without role and content as text: {message!r:.80}")
-            plain.append({"role": _ROLES.get(role, role), "content": content})
-        try:
-            texts.append(wanted.chat(plain))
-        except Exception as cause:  # whatever the template raises
-            raise CliError(f"{where}: row {row}: the chat template refuses it: {cause}") from None
-    return measured(wanted, texts)
+def holds_text(value: Any) -> bool:
+    """Whether a value has text, also inside lists and objects."""
+    if isinstance(value, Mapping):
+        return any(map(holds_text, value.values()))
+    return bool(value) and (isinstance(value, str) or (isinstance(value, list) and any(map(holds_text, value))))
 
 
-def object_lengths(
-    records: Sequence[Any], columns: Sequence[str], wanted: Wanted, path: Path, rows: Sequence[int]
-) -> NDArray[np.int64]:
-    """int64[n]: documents of JSON objects.
+# Rows.
+
+
+def row_lengths(rows: Sequence[Mapping[str, Any]], reading: Reading, wanted: Wanted, where: Where) -> NDArray[np.int64]:
+    """int64[documents]: documents of rows, one after the other.
 
     Args:
-        records: the objects.
-        columns: keys to read.
-        wanted: what to read.
-        path: of the file.
-        rows: lines or positions of the objects, for errors.
+        rows: values by column.
+        reading: how they are read.
+        wanted: tokenizer, trainer and the meaning of numbers.
+        where: names a row, for errors.
 
     Raises:
-        CliError: a key is missing, or its value has another type than in the first object.
+        CliError: a value is missing, or is not of the type of those before it.
     """
-    if not records:
+    if not rows:
         return np.zeros(0, dtype=np.int64)
-    values = []
-    for record, row in zip(records, rows, strict=True):
-        parts = []
-        for name in columns:
-            if not isinstance(record, dict) or record.get(name) is None:
-                fields = ", ".join(record) if isinstance(record, dict) else "none, it is not an object"
-                raise CliError(f"{path}:{row}: nothing in field {name!r} (--field); its fields: {fields}")
-            parts.append(record[name])
-        values.append(parts)
-    firsts = [
-        _object_kind(value, name, wanted, f"{path}:{rows[0]}") for value, name in zip(values[0], columns, strict=True)
-    ]
-    for parts, row in zip(values, rows, strict=True):
-        for part, first, name in zip(parts, firsts, columns, strict=True):
-            kind = _object_kind(part, name, wanted, f"{path}:{row}")
-            if kind != first:
-                message = f"field {name!r} holds {kind}, where the lines before hold {first}"
-                raise CliError(f"{path}:{row}: {message}")
-    if len({*firsts}) > 1:
-        raise CliError(f"{path}: fields {', '.join(columns)} hold {' and '.join(sorted({*firsts}))}: must all be text")
-    kind = firsts[0]
-    if kind == "text":
-        return measured(wanted, ["".join(parts) for parts in values])
-    if kind == "tokens":
-        return np.array([sum(len(part) for part in parts) for parts in values], dtype=np.int64)
-    if len(columns) > 1:
-        raise CliError(f"{path}: fields {', '.join(columns)} hold {kind}: several must be text")
-    if kind == "lengths":
-        return np.array(
-            [checked_lengths([parts[0]], f"{path}:{row}")[0] for parts, row in zip(values, rows, strict=True)],
-            dtype=np.int64,
-        )
-    return _chats([parts[0] for parts in values], wanted, f"{path}: field {columns[0]!r}", rows[0])
+    if reading.kind in ("lengths", "histogram"):
+        return _numbers(rows, reading, wanted, where)
+    rule = Rule(wanted.tokenizer, wanted.trainer)
+    if not rule.rename and "system" in reading.columns and reading.kind != "instruction":
+        wanted.unread([reading.columns["system"]])
+    if rule.plain and reading.kind == "text" and len(reading.names) == 1 and wanted.holds in (None, "text"):
+        (name,) = reading.names
+        plain = [row.get(name) for row in rows]
+        if not wanted.saw - {"text"} and all(type(each) is str for each in plain):
+            return wanted.counts(plain)
+    texts: list[str] = []
+    owners: list[int] = []
+    added: list[int] = []
+    for place, row in enumerate(rows):
+        try:  # each row is named
+            for made in documents(row, reading, rename=rule.rename, turns=rule.turns):
+                kind = "tokens" if isinstance(made, Tokens) else "text"
+                _check_kind(kind, wanted)
+                pieces, more = ([], made.count) if isinstance(made, Tokens) else rule.pieces(made)
+                texts += pieces
+                owners += [len(added)] * len(pieces)
+                added.append(more)
+        except (ValueError, TypeError, AttributeError) as cause:  # noqa: PERF203 - each names its row
+            raise CliError(f"{where(place)}: {_told(cause, row, reading)}") from None
+    lengths = np.array(added, dtype=np.int64)
+    np.add.at(lengths, owners, wanted.counts(texts))
+    for said in (_SAID.get(reading.kind, ""), *rule.notes()):
+        if said:
+            wanted.notes[said] = None
+    return lengths
 
 
-def _object_kind(value: Any, name: str, wanted: Wanted, where: str) -> Kind:
-    if isinstance(value, str):
-        found: Kind = "text"
-    elif isinstance(value, (bool, dict)):
-        raise CliError(f"{where}: field {name!r} holds {type(value).__name__}: must be text, token ids or messages")
-    elif isinstance(value, int | float):
-        if wanted.holds != "lengths" and name not in LENGTHS:
-            raise CliError(f"{where}: field {name!r} holds a number: --lengths, if these are lengths of documents")
-        found = "lengths"
-    elif isinstance(value, list) and all(type(each) is int for each in value):
-        found = "tokens"
-    elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        found = "messages"
-    else:
-        raise CliError(f"{where}: field {name!r} holds a list of several types: must be token ids or messages")
-    if wanted.holds is not None and wanted.holds != found:
-        raise CliError(f"{where}: field {name!r} holds {found}, not {wanted.holds}: leave --{wanted.holds} out")
-    return found
+def _check_kind(kind: str, wanted: Wanted) -> None:
+    if wanted.holds is not None and wanted.holds != kind:
+        raise ValueError(f"holds {kind}, not {wanted.holds}: leave --{wanted.holds} out, or name another column")
+    if wanted.saw - {kind}:
+        raise ValueError(f"holds {kind}, where the rows before hold {next(iter(wanted.saw - {kind}))}")
+    wanted.saw.add(kind)
+
+
+def _told(cause: Exception, row: Mapping[str, Any], reading: Reading) -> str:
+    """What is wrong with a row."""
+    if isinstance(row, Mapping):
+        for name in reading.names:
+            value = row.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return f"column {name!r} holds a number: --lengths, if these are lengths of documents"
+            if name not in row and "nothing in" in str(cause):
+                return f"nothing in column {name!r} (--field); its columns: {', '.join(row) or 'none'}"
+    return str(cause)
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], reading: Reading, wanted: Wanted, where: Where) -> NDArray[np.int64]:
+    found = []
+    for name in reading.columns.values():
+        values = []
+        for place, row in enumerate(rows):
+            value = row.get(name)
+            if value is None or isinstance(value, bool) or not isinstance(value, int | float):
+                raise CliError(f"{where(place)}: column {name!r} holds {value!r:.40}, no length")
+            values.append(checked_lengths([value], where(place))[0])
+        found.append(np.array(values, dtype=np.int64))
+    return _of_numbers(found, reading, wanted, where(0))

@@ -19,7 +19,6 @@ their ids. Without a tokenizer a length is in bytes of UTF-8.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import glob
 import itertools
@@ -39,8 +38,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
+from wlb._rows import Reading
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.cells import Holds, Wanted, measured, table_lengths
+from wlb_tools.command.inputs.cells import Holds, Wanted, has_text, row_lengths, table_lengths
 from wlb_tools.command.inputs.formats import check_encoding, endings, indexed, is_index, reader_of
 from wlb_tools.command.inputs.lengths_cache import LengthsCache
 from wlb_tools.command.inputs.tokenizers import load_tokenizer
@@ -57,17 +57,16 @@ _BESIDE = (
 )  # fmt: skip
 
 
-def wanted(field: str = "", tokenizer: str | Path | None = None, holds: Holds | None = None) -> Wanted:
-    """The fields to read from each row, and the tokenizer that counts them.
+def wanted(
+    field: str = "", tokenizer: str | Path | None = None, holds: Holds | None = None, trainer: str | None = None
+) -> Wanted:
+    """The fields to read from each row, the tokenizer that counts them, and the trainer whose rule they follow.
 
     Raises:
         CliError: the tokenizer does not load.
     """
-    if tokenizer is None:
-        return Wanted(field=field, holds=holds)
-    made = load_tokenizer(str(tokenizer))
-    why = f"--tokenizer {tokenizer} has no chat template; give its folder, if that has one"
-    return Wanted(field=field, holds=holds, measure=made.measure, chat=made.chat, no_chat=why, name=made.name)
+    made = None if tokenizer is None else load_tokenizer(str(tokenizer))
+    return Wanted(field=field, holds=holds, tokenizer=made, trainer=trainer)
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class Documents:
     names: tuple[str, ...] | None = None  # for a directory: the path of document id i is names[i]
     empty: int = 0  # documents left out
     files: int = 1  # files read
+    notes: tuple[str, ...] = ()  # sentences about what was read
 
     @property
     def tokens(self) -> int:
@@ -100,15 +100,17 @@ class Documents:
             "median": float(np.median(self.lengths)),
             "p99": float(np.quantile(self.lengths, 0.99)),
             "longest": int(self.lengths.max()),
+            "notes": [*self.notes],
         }
 
     def in_words(self) -> str:
-        """A sentence or two about the documents."""
+        """Sentences about the documents, and about what was read."""
         d = self.described
         return (
             f"{d['source']}: {d['distinct']:,} documents, {d['tokens']:,} {d['unit']}"
             f" (median {d['median']:,.0f}, p99 {d['p99']:,.0f}, longest {d['longest']:,})."
             f"{' A byte counts as a token.' if d['unit'] == 'bytes' else ''}"
+            f"{''.join(f' {note}' for note in self.notes)}"
         )
 
 
@@ -176,7 +178,9 @@ def _documents(
     if not ids.size:
         raise CliError(f"{title}: no documents, or only empty ones")
     unit = "tokens" if tokens or wanted.measure is not None else "bytes"
-    return Documents(title, unit, ids, lengths[ids], names, empty=lengths.size - ids.size, files=files)
+    return Documents(
+        title, unit, ids, lengths[ids], names, empty=lengths.size - ids.size, files=files, notes=tuple(wanted.notes)
+    )
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,10 @@ def _file(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Prog
         raise CliError(f"{path}: its name does not say what it holds; read are {endings()}, and folders of these")
     cached = cache.find(path, wanted) if cache is not None else None
     if cached is not None:
-        return _Part(*cached)
-    own = dataclasses.replace(wanted, saw=set())
+        lengths, notes = cached
+        wanted.notes.update(dict.fromkeys(notes))
+        return _Part(lengths, tokens=False)
+    own = wanted.fresh()
     total = path.stat().st_size if path.is_file() else None
     task = progress.add_task(f"Reading {path.name}", total=total)
     parts: list[NDArray[np.int64]] = []
@@ -238,7 +244,8 @@ def _file(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Prog
     lengths = np.concatenate([*parts, np.zeros(0, dtype=np.int64)])
     tokens = "text" not in own.saw
     if cache is not None and not tokens and wanted.measure is not None:
-        cache.keep(path, wanted, lengths)
+        cache.keep(path, wanted, lengths, [*own.notes])
+    wanted.notes.update(own.notes)
     return _Part(lengths, tokens)
 
 
@@ -269,8 +276,8 @@ def _standard_input(wanted: Wanted, progress: Progress) -> _Part:
 
 
 def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
-    """A data set by its name on the hub: its training split."""
-    if name.count("/") > 1 or Path(name).suffix or name.startswith((".", "/", "~")):
+    """A data set by its name on the hub, OWNER/NAME: its training split."""
+    if name.count("/") != 1 or Path(name).suffix or name.startswith((".", "/", "~")):
         raise CliError(f"{name}: no such file or directory")
     try:
         import datasets
@@ -286,14 +293,17 @@ def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
 
 
 def _of_dataset(found: Any, path: Path, wanted: Wanted, progress: Progress) -> _Part:
-    own = dataclasses.replace(wanted, saw=set())
-    columns = own.columns(found.column_names, str(path))
-    table = found.select_columns([*columns]).with_format("arrow")
+    own = wanted.fresh()
+    schema = found.features.arrow_schema
+    reading = own.reading(found.column_names, str(path))
+    own.unread([name for name in reading.unread(found.column_names) if has_text(schema.field(name).type)])
+    table = found.select_columns([*reading.names]).with_format("arrow")
     task = progress.add_task(f"Reading {path.name}", total=len(found))
     parts = []
     for row, batch in enumerate(table.iter(batch_size=_ROWS)):
-        parts.append(table_lengths(batch.combine_chunks(), columns, own, path, row * _ROWS))
+        parts.append(table_lengths(batch, reading, own, path, row * _ROWS))
         progress.update(task, advance=batch.num_rows)
+    wanted.notes.update(own.notes)
     return _Part(np.concatenate([*parts, np.zeros(0, dtype=np.int64)]), "text" not in own.saw)
 
 
@@ -416,7 +426,8 @@ def _files(paths: Sequence[Path], wanted: Wanted, progress: Progress, *, check: 
         if wanted.measure is None:
             parts.append(np.array([path.stat().st_size for path in some], dtype=np.int64))
         else:
-            parts.append(measured(wanted, [path.read_text(encoding="utf-8", errors="replace") for path in some]))
+            rows = [{"text": path.read_text(encoding="utf-8", errors="replace")} for path in some]
+            parts.append(row_lengths(rows, Reading("text", {"text": "text"}), wanted, lambda row: str(paths[row])))
         progress.update(task, advance=len(some))
     wanted.saw.add("text")
     return np.concatenate([*parts, np.zeros(0, dtype=np.int64)])

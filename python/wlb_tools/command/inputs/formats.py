@@ -14,22 +14,32 @@ import os
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wlb._rows import Reading, reading_of
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.cells import LENGTHS, Wanted, checked_lengths, measured, object_lengths, table_lengths
+from wlb_tools.command.inputs.cells import (
+    Wanted,
+    checked_lengths,
+    has_text,
+    histogram,
+    holds_text,
+    row_lengths,
+    table_lengths,
+)
 
 Lengths = NDArray[np.int64]
 Reader = Callable[[Path, Wanted], Iterator[tuple[Lengths, int]]]
 """Yields the lengths of some rows, and how many bytes of the file they took, until the file ends."""
 
-_ROWS = 4096  # rows of a table, or lines, that are measured at a time
-_TEXT = 1 << 22  # characters of lines that are measured at a time
+_ROWS = 16384  # rows of a table that are measured at a time
+_BLOCK = 1 << 20  # bytes of lines that are measured at a time
+_LOOK = 100  # rows whose keys say how a file is read
 _COMPRESSED = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
@@ -102,101 +112,156 @@ def decoded(line: bytes, where: str) -> str:
         raise CliError(f"{where}: {message}; iconv -f LATIN1 -t UTF-8 FILE > NEW, if it is Latin-1") from None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Whole lines of a file, some at a time, without a mark of their order of bytes."""
     with _opened(path) as stream:
-        rest = b""
-        first = True
-        while block := stream.read(1 << 20):
+        rest, first = b"", True
+        while block := stream.read(_BLOCK):
             if first:
                 check_encoding(block[:4096], str(path))
                 block, first = block.removeprefix(b"\xef\xbb\xbf"), False
-            lines = (rest + block).split(b"\n")
-            rest = lines.pop()
-            yield from lines
+            end = block.rfind(b"\n") + 1
+            if end:
+                yield rest + block[:end]
+                rest = block[end:]
+            else:
+                rest += block
         if rest:
             yield rest
 
 
-def _grouped(lines: Iterator[bytes]) -> Iterator[list[tuple[int, bytes]]]:
-    """Lines with their numbers from 1, some at a time."""
-    group: list[tuple[int, bytes]] = []
-    size = 0
-    for number, line in enumerate(lines, start=1):
-        group.append((number, line))
-        size += len(line)
-        if size > _TEXT or len(group) == 16 * _ROWS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 def _json_lines(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    columns: tuple[str, ...] = ()
-    for group in _grouped(_lines(path)):
-        lengths = np.zeros(len(group), dtype=np.int64)
-        records, places = [], []
-        for place, (number, line) in enumerate(group):
-            if not line.strip():
-                continue
-            try:
-                records.append(json.loads(line))
-            except UnicodeDecodeError:
-                decoded(line, f"{path}:{number}")
-                raise
-            except (ValueError, RecursionError) as error:
-                raise CliError(f"{path}:{number}: not JSON: {error}") from None
-            places.append(place)
-        if records and not columns:
-            columns = _object_columns(records[0], wanted, f"{path}:{group[places[0]][0]}")
-        rows = [group[place][0] for place in places]
-        lengths[places] = object_lengths(records, columns, wanted, path, rows)
-        yield lengths, sum(len(line) + 1 for _, line in group)
+    """Objects, a line each."""
+    reading: Reading | None = None
+    first = 1
+    for block in _blocks(path):
+        if reading is None:
+            reading = _looked_at(path, block, wanted)
+            if reading is None:
+                yield from _json_array(path, wanted)
+                return
+        yield _by_lines(block, reading, wanted, path, first), len(block)
+        first += block.count(b"\n")
 
 
-def _object_columns(record: Any, wanted: Wanted, where: str) -> tuple[str, ...]:
+def _by_lines(block: bytes, reading: Reading, wanted: Wanted, path: Path, first: int) -> Lengths:
+    """Lengths of lines, an empty document for an empty line."""
+    found: list[Lengths] = []
+    records: list[Any] = []
+    numbers: list[int] = []
+
+    def measure() -> None:
+        if records:
+            found.append(row_lengths(records, reading, wanted, lambda place: f"{path}:{numbers[place]}"))
+            records.clear()
+            numbers.clear()
+
+    for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), start=first):
+        if line.strip():
+            records.append(_object(line, f"{path}:{number}"))
+            numbers.append(number)
+        else:
+            measure()
+            found.append(np.zeros(1, dtype=np.int64))
+    measure()
+    return np.concatenate([*found, np.zeros(0, dtype=np.int64)])
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        decoded(line, where)
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CliError(f"{where}: not JSON: {error}") from None
     if not isinstance(record, dict):
         raise CliError(f"{where}: is no object with fields, but {type(record).__name__}")
-    return wanted.columns([*record], where)
+    return record
 
 
-def _json(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """An array of objects, or lines of them."""
-    with _opened(path) as stream:
-        content = stream.read()
-    check_encoding(content[:4096], str(path))
-    if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        yield from _json_lines(path, wanted)
-        return
+def _looked_at(path: Path, block: bytes, wanted: Wanted) -> Reading | None:
+    """How the objects of a file are read; None: it has an array, or an object over several lines."""
+    lines = [(place, line) for place, line in enumerate(block.split(b"\n", _LOOK)[:_LOOK], start=1) if line.strip()]
+    if not lines:
+        return Reading("text", {})
+    (place, first), following = lines[0], lines[1:2]
+    start = first.lstrip()[:1]
+    if start == b"[" or (start == b"{" and following and following[0][1].lstrip()[:1] != b"{" and not _is_json(first)):
+        return None
+    records = [_object(first, f"{path}:{place}")]
+    records += [record for _, line in lines[1:] if isinstance(record := _is_json(line), dict)]
+    return _chosen(records, wanted, f"{path}:{place}")
+
+
+def _is_json(line: bytes) -> Any:
+    """The value of a line; None if it is no JSON, which is said with its number when the line is read."""
     try:
-        records = json.loads(decoded(content.removeprefix(b"\xef\xbb\xbf"), str(path)))
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _chosen(records: list[dict[str, Any]], wanted: Wanted, where: str) -> Reading:
+    """How rows are read, by all the keys of some of them."""
+    names = dict.fromkeys(name for record in records for name in record)
+    reading = wanted.reading([*names], where)
+    said = [name for name in reading.unread([*names]) if any(holds_text(record.get(name)) for record in records)]
+    wanted.unread(said)
+    return reading
+
+
+def _json_array(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
+    with _opened(path) as stream:
+        content = decoded(stream.read().removeprefix(b"\xef\xbb\xbf"), str(path))
+    try:
+        records = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CliError(f"{path}: not JSON: {error}") from None
-    columns = _object_columns(records[0], wanted, f"{path}: row 0") if records else ()
+        raise CliError(f"{path}: not JSON: {error}; objects may stand one a line, or in one array") from None
+    if isinstance(records, dict):
+        arrays = [name for name, value in records.items() if _is_records(value)]
+        if len(arrays) == 1 and not wanted.field and reading_of([*records]) is None:
+            wanted.notes[f"Its rows are those of {arrays[0]!r}."] = None
+            records = records[arrays[0]]
+        else:
+            records = [records]
+    for place, record in enumerate(records):
+        if not isinstance(record, dict):
+            raise CliError(f"{path}: row {place}: is no object with fields, but {type(record).__name__}")
+    reading = _chosen(records[:_LOOK], wanted, f"{path}: row 0") if records else None
     for start in range(0, len(records), _ROWS):
         part = records[start : start + _ROWS]
-        rows = range(start, start + len(part))
-        yield object_lengths(part, columns, wanted, path, rows), len(content) * len(part) // len(records)
+        assert reading is not None
+        found = row_lengths(part, reading, wanted, lambda place, start=start: f"{path}: row {start + place}")  # type: ignore[misc]
+        yield found, len(content) * len(part) // len(records)
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(each, dict) for each in value)
 
 
 def _text_lines(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
     """One document a line; or numbers, which are lengths or token ids if the caller says so."""
     if wanted.field:
         raise CliError(f"{path}: has lines of text and no columns: leave --field out")
-    numbers_so_far = wanted.holds is None
+    reading = Reading("text", {"text": "text"})
+    numbers_so_far, some, first = wanted.holds is None, False, 1
     kept: list[tuple[Lengths, int]] = []
-    for group in _grouped(_lines(path)):
-        lines = [decoded(line, f"{path}:{number}").strip() for number, line in group]
-        taken = sum(len(line) + 1 for _, line in group)
+    for block in _blocks(path):
+        said = block.removesuffix(b"\n").split(b"\n")
+        lines = [decoded(line, f"{path}:{number}").strip() for number, line in enumerate(said, start=first)]
         if wanted.holds in ("lengths", "tokens"):
-            yield _numbers(lines, group[0][0], wanted, path), taken
-            continue
-        numbers_so_far = numbers_so_far and all(not line or line.replace(" ", "").isdecimal() for line in lines)
-        kept.append((measured(wanted, lines), taken))
-        if not numbers_so_far:
-            yield from kept
-            kept = []
-    if kept and any(lengths.any() for lengths, _ in kept):
+            yield _numbers(lines, first, wanted, path), len(block)
+        else:
+            numbers_so_far = numbers_so_far and all(not line or line.replace(" ", "").isdecimal() for line in lines)
+            some = some or any(lines)
+            rows = [{"text": line} for line in lines]
+            kept.append((row_lengths(rows, reading, wanted, lambda place: f"{path}: line {place}"), len(block)))
+            if not numbers_so_far:
+                yield from kept
+                kept = []
+        first += len(lines)
+    if kept and some:
         message = "every line is a number: --lengths if these are lengths of documents, --tokens if token ids"
         raise CliError(f"{path}: {message} (a document a line), --text if they are documents")
     yield from kept
@@ -215,19 +280,30 @@ def _numbers(lines: list[str], first: int, wanted: Wanted, path: Path) -> Length
             raise CliError(f"{where}: {len(parts)} numbers in a line: --lengths has one, --tokens several")
         elif parts:
             lengths[place] = checked_lengths([int(parts[0])], where)[0]
+    wanted.saw.add("tokens")
     return lengths
 
 
 # Tables.
 
 
-def _batches(batches: Iterator[Any], path: Path, wanted: Wanted, names: list[str]) -> Iterator[tuple[Lengths, int]]:
-    columns = wanted.columns(names, str(path))
-    row = 0
+def _batches(
+    batches: Iterable[Any], schema: Any, path: Path, wanted: Wanted, share: float = 0
+) -> Iterator[tuple[Lengths, int]]:
+    """Lengths of batches of Arrow, each with the bytes of its rows; `share` are the bytes of a row of the file."""
+    reading, row = None, 0
     for batch in batches:
+        if reading is None:
+            reading = _of_schema(schema, path, wanted)
         if batch.num_rows:
-            yield table_lengths(batch, columns, wanted, path, row), batch.nbytes
+            yield table_lengths(batch, reading, wanted, path, row), int(share * batch.num_rows) or batch.nbytes
             row += batch.num_rows
+
+
+def _of_schema(schema: Any, path: Path, wanted: Wanted) -> Reading:
+    reading = wanted.reading(schema.names, str(path))
+    wanted.unread([name for name in reading.unread(schema.names) if has_text(schema.field(name).type)])
+    return reading
 
 
 def _parquet(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
@@ -236,13 +312,10 @@ def _parquet(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
     try:
         with pq.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            columns = wanted.columns(names, str(path))
+            reading = _of_schema(file.schema_arrow, path, wanted)
             share = path.stat().st_size / max(1, file.metadata.num_rows)
-            row = 0
-            for batch in file.iter_batches(batch_size=16 * _ROWS, columns=[*columns]):
-                yield table_lengths(batch, columns, wanted, path, row), int(share * batch.num_rows)
-                row += batch.num_rows
+            batches = file.iter_batches(batch_size=_ROWS, columns=[*reading.names])
+            yield from _batches(batches, file.schema_arrow, path, wanted, share)
     except (pa.ArrowException, OSError) as cause:
         raise CliError(f"{path}: is no whole Parquet file: {_said(cause)}") from None
 
@@ -259,21 +332,16 @@ def _arrow(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
             if start.startswith(b"ARROW1"):
                 opened = ipc.open_file(file)
                 batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
-                yield from _batches(batches, path, wanted, opened.schema.names)
+                yield from _batches(batches, opened.schema, path, wanted)
             elif start.startswith(b"FEA1"):
                 table = feather.read_table(path)
-                yield from _batches(iter(table.to_batches()), path, wanted, table.schema.names)
+                yield from _batches(table.to_batches(), table.schema, path, wanted)
             else:
-                streamed = ipc.open_stream(file)
                 # A stream has an end mark of 8 bytes, which a file that was cut off lacks.
-                if path.stat().st_size >= 8:
-                    with path.open("rb") as raw:
-                        raw.seek(-8, os.SEEK_END)
-                        if raw.read() != b"\xff\xff\xff\xff\x00\x00\x00\x00":
-                            raise CliError(
-                                f"{path}: its stream of Arrow has no end: it was cut off, or is being written"
-                            )
-                yield from _batches(iter(streamed), path, wanted, streamed.schema.names)
+                if file.size() >= 8 and file.read_at(8, file.size() - 8) != b"\xff\xff\xff\xff\x00\x00\x00\x00":
+                    raise CliError(f"{path}: its stream of Arrow has no end: it was cut off, or is being written")
+                streamed = ipc.open_stream(file)
+                yield from _batches(streamed, streamed.schema, path, wanted)
     except (pa.ArrowException, OSError) as cause:
         raise CliError(f"{path}: is no whole Arrow or Feather file: {_said(cause)}") from None
 
@@ -282,38 +350,33 @@ def _csv(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
     import pyarrow as pa
     from pyarrow import csv
 
-    names = [suffix.lower() for suffix in path.suffixes]
-    parse = csv.ParseOptions(delimiter="\t" if ".tsv" in names else ",", newlines_in_values=True)
+    tabs = ".tsv" in [suffix.lower() for suffix in path.suffixes]
+    parse = csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
     with _opened(path) as stream:
         start = stream.read(1 << 16)
     check_encoding(start[:4096], str(path))
     header = start.removeprefix(b"\xef\xbb\xbf").split(b"\n", 1)[0].strip()
-    cells = [cell.strip().strip(b'"') for cell in header.split(parse.delimiter.encode())]
+    cells = [decoded(cell.strip().strip(b'"'), str(path)) for cell in header.split(parse.delimiter.encode())]
     headless = all(cell.isdigit() for cell in cells)
-    if headless and (wanted.holds != "lengths" or len(cells) > 1):
-        message = "has no header: its first line is of numbers. --lengths if it is one column of lengths"
-        raise CliError(f"{path}: {message}; else give it a line of names")
-    reading = csv.ReadOptions(use_threads=False, block_size=1 << 24, autogenerate_column_names=headless)
-    types = {} if headless else {name: pa.string() for name in _texts_of(cells, wanted, str(path))}
+    if headless and (wanted.holds != "lengths" or len(cells) > 2):
+        message = "has no header: its first line is of numbers. --lengths if it is a column of lengths, or lengths and"
+        raise CliError(f"{path}: {message} counts of documents; else give it a line of names")
+    cells = ["length", "count"][: len(cells)] if headless else cells
+    reading = wanted.reading(cells, str(path))
+    numbers = reading.kind in ("lengths", "histogram")
+    reading_options = csv.ReadOptions(use_threads=False, block_size=1 << 24, column_names=cells if headless else None)
+    types = {} if numbers else {name: pa.string() for name in cells}  # texts may look like numbers
     converting = csv.ConvertOptions(column_types=types, strings_can_be_null=False)
+    wanted.unread([name for name in reading.unread(cells) if not numbers])
     try:
         with _opened(path) as stream:
-            opened = csv.open_csv(stream, reading, parse, converting)
-            if not headless:
-                yield from _batches(iter(opened), path, wanted, opened.schema.names)
-                return
+            opened = csv.open_csv(stream, reading_options, parse, converting)
             row = 0
             for batch in opened:
-                yield checked_lengths(batch.column(0).to_numpy(zero_copy_only=False), str(path), row), batch.nbytes
+                yield table_lengths(batch, reading, wanted, path, row), batch.nbytes
                 row += batch.num_rows
     except pa.ArrowException as cause:
         raise CliError(f"{path}: is no table as its first line says: {_said(cause)}") from None
-
-
-def _texts_of(cells: list[bytes], wanted: Wanted, where: str) -> list[str]:
-    """Texts of columns with documents, even if they look like numbers; other columns may be lengths."""
-    columns = wanted.columns([decoded(cell, where) for cell in cells], where)
-    return [] if wanted.holds == "lengths" or columns[0] in LENGTHS else [*columns]
 
 
 # Arrays.
@@ -370,15 +433,20 @@ def _npz(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             names = list(arrays.files)
-            (name, *more) = wanted.columns(names, str(path))
-            if more:
+            reading = wanted.reading(names, str(path))
+            (name, *more) = reading.names
+            if more and reading.kind not in ("tokens", "histogram"):
                 raise CliError(f"{path}: one array has the documents: --field NAME; its arrays: {', '.join(names)}")
             array = arrays[name]
+            counts = arrays[more[0]] if reading.kind == "histogram" else None
     except CliError:
         raise
     except Exception as error:  # of the archive, of a header
         raise CliError(f"{path}: is no whole .npz: {error}") from None
-    yield _of_array(array, name, f"{path}: array {name!r}", wanted), path.stat().st_size
+    lengths = _of_array(array, name, f"{path}: array {name!r}", wanted)
+    if counts is not None:
+        lengths = histogram(lengths, checked_lengths(counts, f"{path}: array {more[0]!r}"), str(path))
+    yield lengths, path.stat().st_size
 
 
 def _of_array(array: NDArray[Any], name: str, where: str, wanted: Wanted) -> Lengths:
@@ -387,6 +455,7 @@ def _of_array(array: NDArray[Any], name: str, where: str, wanted: Wanted) -> Len
         raise CliError(f"{where}: has shape {array.shape} of {array.dtype}: must be numbers, [n] or [n, tokens]")
     if wanted.holds == "text":
         raise CliError(f"{where}: has numbers, not text: leave --text out")
+    wanted.saw.add("tokens")
     if array.ndim == 2:
         if wanted.holds != "tokens":
             message = "--tokens, if each row is a document of so many token ids"
@@ -438,6 +507,7 @@ def _indexed(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
         needed, present = int(sizes.sum(dtype=np.int64)) * _NUMBER_BYTES[code], data.stat().st_size
         if present < needed:
             raise CliError(f"{data}: is cut off: {present:,} bytes of the {needed:,} that {index.name} says")
+    wanted.saw.add("tokens")
     yield np.diff(np.concatenate([[0], sizes.cumsum(dtype=np.int64)])[ends]), there
 
 
@@ -445,12 +515,16 @@ def _indexed(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
 
 
 def _tar(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
-    """A sample is all files of one name without ending; its text is that of `.txt`, or of a field in `.json`."""
+    """A sample is all files of one name without ending; its text is that of `.txt`, or its row that of `.json`."""
+    reading: Reading | None = None
     try:
         with _opened(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            samples = _samples(archive, path)
+            samples = _samples(archive, path, wanted)
             while group := [*itertools.islice(samples, _ROWS)]:
-                yield _of_samples(group, wanted, path), sum(size for *_, size in group)
+                names, rows, sizes = zip(*group, strict=True)
+                if reading is None:
+                    reading = _chosen([*rows[:_LOOK]], wanted, f"{path}: {names[0]}")
+                yield row_lengths(rows, reading, wanted, lambda row, names=names: f"{path}: {names[row]}"), sum(sizes)  # type: ignore[misc]
     except (tarfile.TarError, OSError, EOFError) as cause:
         raise CliError(f"{path}: is no whole tar archive: {_said(cause)}") from None
     if path.suffix == ".tar":
@@ -460,42 +534,35 @@ def _tar(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
                 raise CliError(f"{path}: has no end: it was cut off, or is being written")
 
 
-def _samples(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[str, bytes, str, int]]:
-    """Name, content, ending and size of the file of each sample that has its text."""
-    open_name, found, others = "", 0, set[str]()
-    for member in archive:
-        if not member.isfile():
-            continue
-        folder, _, base = member.name.rpartition("/")
-        name, _, ending = base.partition(".")
-        name = f"{folder}/{name}"
-        if name != open_name:
-            if open_name and not found:
-                raise CliError(f"{path}: sample {open_name!r} has {', '.join(sorted(others))}, and no .txt or .json")
-            open_name, found, others = name, 0, set()
-        others.add(f".{ending}")
-        if ending.lower() in ("txt", "text", "json") and not found:
-            found = 1
+def _samples(archive: tarfile.TarFile, path: Path, wanted: Wanted) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Name, row and bytes of each sample."""
+    members = (member for member in archive if member.isfile())
+    kind = ""
+    for name, files in itertools.groupby(members, key=lambda member: _sample_name(member.name)):
+        row: dict[str, Any] = {}
+        others, size, found = list[str](), 0, ""
+        for member in files:
+            ending = member.name.rpartition("/")[2].partition(".")[2].lower()
+            if ending not in ("txt", "text", "json") or found:
+                others.append(f".{ending}")
+                continue
             content = archive.extractfile(member)
-            yield name, content.read() if content else b"", ending.lower(), member.size
-    if open_name and not found:
-        raise CliError(f"{path}: sample {open_name!r} has {', '.join(sorted(others))}, and no .txt or .json")
+            said, found, size = (content.read() if content else b""), "json" if ending == "json" else "txt", member.size
+            row = (
+                _object(said, f"{path}: {name}.json") if found == "json" else {"text": decoded(said, f"{path}: {name}")}
+            )
+        if not found:
+            raise CliError(f"{path}: sample {name!r} has {', '.join(sorted(others))}, and no .txt or .json")
+        if kind not in ("", found):
+            raise CliError(f"{path}: some samples have text as .json, others as .txt: {name!r} has .{found}")
+        kind = found
+        wanted.unread(sorted({*others}))
+        yield name, row, size
 
 
-def _of_samples(group: list[tuple[str, bytes, str, int]], wanted: Wanted, path: Path) -> Lengths:
-    endings_here = {ending for _, _, ending, _ in group}
-    if "json" in endings_here and len(endings_here) > 1:
-        raise CliError(f"{path}: some samples have text as .json, others as .txt: {', '.join(sorted(endings_here))}")
-    if "json" not in endings_here:
-        return measured(wanted, [decoded(content, f"{path}: {name}") for name, content, _, _ in group])
-    records = []
-    for name, content, _, _ in group:
-        try:
-            records.append(json.loads(content))
-        except ValueError as error:  # noqa: PERF203 - each names its sample
-            raise CliError(f"{path}: {name}.json: not JSON: {error}") from None
-    columns = _object_columns(records[0], wanted, f"{path}: {group[0][0]}.json")
-    return object_lengths(records, columns, wanted, path, range(len(records)))
+def _sample_name(name: str) -> str:
+    folder, _, base = name.rpartition("/")
+    return f"{folder}/{base.partition('.')[0]}"
 
 
 _READERS: dict[str, Reader] = {
@@ -504,7 +571,7 @@ _READERS: dict[str, Reader] = {
     ".feather": _arrow,
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
-    ".json": _json,
+    ".json": _json_lines,
     ".csv": _csv,
     ".tsv": _csv,
     ".txt": _text_lines,

@@ -26,9 +26,9 @@ class Columns:
     """The costs in a file.
 
     Attributes:
-        path: The file.
-        rows: Numbers [n, columns]; row i belongs to the document with id i.
-        limits: The most that a micro-batch may have in each column; infinite if the column takes time.
+        path: the file.
+        rows: numbers [n, columns]; row i belongs to the document with id i.
+        limits: the most that a micro-batch may have in each column; infinite if the column takes time.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Columns:
         """float64[documents, columns]: what each costs.
 
         Raises:
-            CliError: The number of rows is not that of documents, or a number is negative or not finite, or a column
+            CliError: the number of rows is not that of documents, or a number is negative or not finite, or a column
                 has only zeros.
         """
         count = documents.ids.size + documents.empty
@@ -61,7 +61,7 @@ class Columns:
         """Checks that every piece fits into a micro-batch.
 
         Raises:
-            CliError: One does not fit; names its document.
+            CliError: one does not fit; names its document.
         """
         above = costs > np.array(self.limits)
         if above.any():
@@ -83,7 +83,7 @@ class Columns:
         return f"Costs are those of {self.path}{sums if len(timed) > 1 else ''}{''.join(f'; {m}' for m in memory)}."
 
 
-@options("Cost")
+@options
 class DocumentCosts(Cost):
     """Cost of documents, from their lengths or from a file.
 
@@ -105,9 +105,9 @@ class DocumentCosts(Cost):
         """Cost columns of the file, if one is given.
 
         Raises:
-            CliError: There are limits without costs, the file has no such array, or another option also says what
+            CliError: there are limits without costs, the file has no such array, or another option also says what
                 documents cost.
-            WlbError: Limits do not go with the columns.
+            WlbError: limits do not go with the columns.
         """
         if self.costs is None:
             if self.limits is not None:

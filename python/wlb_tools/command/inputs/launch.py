@@ -1,7 +1,6 @@
-"""Reads launch files as options: arguments of Megatron, torchtitan's TOML, axolotl's and LLaMA-Factory's YAML.
+"""Reads launch files as settings of a scenario: Megatron's arguments, torchtitan's, axolotl's, LLaMA-Factory's.
 
-Every key of a file is taken, or left out with the reason. Taken keys become options before the typed ones, which
-override them.
+Every key of a file is taken, or left out with the reason. A scenario's own TOML is read as it stands.
 """
 
 from __future__ import annotations
@@ -11,126 +10,118 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import wlb
 from wlb.models.presets import PRESETS
+from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.options import tokens_of
+from wlb_tools.simulation.data import read_toml
+
+_WAY_OUT = (
+    "put echo before torchrun, run the script, and give what it prints:"
+    " bash pretrain.sh > arguments.txt; wlb simulate --from arguments.txt"
+)
 
 
 @dataclass
 class Launch:
-    """Options that a launch file sets.
+    """Settings that a launch file gives.
 
     Args:
         kind: name of the trainer.
-        options: for `wlb simulate` and `wlb tune`.
-        taken: sentences about keys that became options.
+        settings: fields of a scenario by name, such as "layout.tp"; "gpus" and "micro_batch_size".
+        taken: sentences about keys that became settings.
         left: keys that did not, with the reason.
         accumulation: micro-batches of a data-parallel rank, if the file says them instead of a global batch.
     """
 
     kind: str
-    options: dict[str, str | None] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     accumulation: int = 0
 
-    def take(self, key: str, value: object, option: str, given: object = ...) -> None:
-        """Notes that a key became an option; `given` is the option's value if it is not that of the key."""
-        said = value if given is ... else given
-        self.options[option] = None if said is True else str(said)
-        self.taken.append(f"{key} = {value}: --{option}{'' if said is True else f' {said}'}")
+    def take(self, key: str, value: object, name: str, given: object = ...) -> None:
+        """Notes that a key became a setting; `given` is the setting's value if it is not that of the key."""
+        name = f"layout.{name}" if name in ParallelLayout.__dataclass_fields__ else name
+        self.settings[name] = value if given is ... else given
+        self.taken.append(f"{key} = {value}: {name} = {_shown(self.settings[name])}")
 
     def leave(self, key: str, value: object, reason: str) -> None:
-        """Notes that a key did not become an option."""
+        """Notes that a key did not become a setting."""
         self.left.append(f"{key} = {value}: {reason}")
 
-    def size(self, option: str, typed: Mapping[str, str], default: int = 1) -> int:
-        """The size of an axis of the layout: as typed, else as in the file."""
-        value = typed.get(option, self.options.get(option))
-        return int(value) if value and value.isdigit() else default
+    def size(self, name: str, typed: Mapping[str, Any], default: int = 1) -> int:
+        """A number: as typed, else as in the file."""
+        value = typed.get(name, self.settings.get(name))
+        return value if isinstance(value, int) and value > 0 else default
 
-    def complete(self, typed: Mapping[str, str]) -> None:
-        """Sets the options that need the number of ranks, which may be typed: data-parallel ranks and micro-batches.
+    def complete(self, typed: Mapping[str, Any], *, batch_given: bool = False) -> None:
+        """Sets what needs the number of ranks, which may be typed: data-parallel ranks and micro-batches.
 
         Args:
-            typed: the options that are typed, by name.
+            typed: settings of the command line, by name.
+            batch_given: whether the command line gives the size of a global batch.
         """
-        tp, cp, pp, ep = (self.size(axis, typed) for axis in ("tp", "cp", "pp", "ep"))
+        if not self.kind:
+            return
+        tp, cp, pp, ep = (self.size(f"layout.{axis}", typed) for axis in ("tp", "cp", "pp", "ep"))
         gpus = self.size("gpus", typed, 0)
-        dp = gpus // (tp * cp * pp) if gpus else self.size("dp", typed, 0)
+        dp = gpus // (tp * cp * pp) if gpus else self.size("layout.dp", typed, 0)
         if not dp:
-            dp = max(1, math.ceil(ep * self.size("expert-tp", typed, tp) / (tp * cp)))
+            dp = max(1, math.ceil(ep * self.size("layout.expert_tp", typed, tp) / (tp * cp)))
             self.take("GPUs", "not said; as few as there can be", "dp", dp)
-        if self.accumulation and not {"micro-batches", "global-batch"} & typed.keys():
+        if self.accumulation and "num_micro_batches" not in typed and not batch_given:
             said = f"{self.accumulation} on each of dp = {dp} ranks"
-            self.take("gradient accumulation", said, "micro-batches", self.accumulation * dp)
-        if "global-batch" in typed:
-            self.options.pop("micro-batches", None)
-
-    def argv(self) -> list[str]:
-        """The options, as they are typed."""
-        words = []
-        for name, value in self.options.items():
-            words += [f"--{name}"] if value is None else [f"--{name}", value]
-        return words
+            self.take("gradient accumulation", said, "num_micro_batches", self.accumulation * dp)
+        if batch_given:
+            self.settings.pop("num_micro_batches", None)
 
     def lines(self, path: Path) -> list[str]:
         """Lines that say what was taken and what was left out."""
         return [
-            f"{path}: {self.kind}. Taken:",
+            f"{path}: {self.kind}. Taken:" if self.kind else f"{path}: a scenario.",
             *(f"  {each}" for each in self.taken),
             *(["Left out:"] if self.left else []),
             *(f"  {each}" for each in self.left),
         ]
 
 
-def with_launch_file(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command with the options of its `--from FILE` before the others; and lines to print.
-
-    Raises:
-        CliError: there is no such file, or its trainer is unknown.
-    """
-    words = [*argv]
-    for place, word in enumerate(words):
-        name, _, joined = word.partition("=")
-        if name != "--from" or words[:1] not in (["simulate"], ["tune"], ["advise"]):
-            continue
-        if not joined and place + 1 == len(words):
-            raise CliError("--from: give a file")
-        path = Path(joined or words[place + 1])
-        launch = read_launch(path)
-        launch.complete(_typed(words))
-        return [words[0], *launch.argv(), *words[1:]], launch.lines(path)
-    return words, []
-
-
-def _typed(words: Sequence[str]) -> dict[str, str]:
-    """The options of a command line and their values, by name."""
-    typed = {}
-    for place, word in enumerate(words):
-        if word.startswith("--"):
-            name, has, value = word[2:].partition("=")
-            typed[name] = value if has else next(iter(words[place + 1 : place + 2]), "")
-    return typed
+def _shown(value: object) -> str:
+    """A value as `--set` takes it."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={_shown(each)}" for name, each in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def read_launch(path: Path) -> Launch:
-    """Options that a launch file sets.
+    """Settings that a launch file gives.
 
     Raises:
-        CliError: it cannot be read, or its trainer is unknown.
+        CliError: it cannot be read, or its trainer is unknown, or it is a script that computes them.
     """
+    if path.suffix == ".toml":
+        try:
+            content = read_toml(path)
+        except wlb.WlbError as problem:
+            raise CliError(f"--from {problem.args[0].removeprefix('path = ')}") from None
+        if {"parallelism", "training", "job"} & content.keys():
+            return _torchtitan(content)
+        return Launch("", settings=dict(_flat(content)))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise CliError(f"--from {path}: cannot be read: {problem}") from None
-    if path.suffix == ".toml":
-        return _torchtitan(_toml(path, text))
+    if path.suffix == ".json":
+        content = _json(path, text)
+        if {"parallelism", "training", "job"} & content.keys():
+            return _torchtitan(content)
+        raise CliError(f"--from {path}: is JSON, but not the resolved configuration of torchtitan")
     if path.suffix in (".yaml", ".yml"):
         content = _yaml(path, text)
         if "stage" in content or "finetuning_type" in content or "cutoff_len" in content:
@@ -140,23 +131,36 @@ def read_launch(path: Path) -> Launch:
         if "ModelParallel" in content or "MODEL_ARGS" in content:
             return _megatron(_flags_of_yaml(content), {})
         raise CliError(f"--from {path}: is YAML of neither axolotl (base_model) nor LLaMA-Factory (stage, cutoff_len)")
-    flags, variables = _flags(text)
+    flags, variables = _flags(path, text)
     if not {"num-layers", "seq-length", "tensor-model-parallel-size"} & flags.keys():
-        known = "Megatron's arguments, torchtitan's .toml, axolotl's and LLaMA-Factory's .yaml"
+        known = "Megatron's arguments, torchtitan's .toml or .json, axolotl's and LLaMA-Factory's .yaml"
         raise CliError(f"--from {path}: holds no arguments of Megatron; read are {known}")
     return _megatron(flags, variables)
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as problem:
+        raise CliError(f"--from {path}: {path} is no JSON: {problem}") from None
+    return content if isinstance(content, dict) else {}
 
 
 # Megatron.
 
 
-def _flags(text: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Options and variables of a shell script or of a list of arguments; known variables are substituted."""
+def _flags(path: Path, text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Options and variables of a shell script or of a list of arguments; variables and arrays are put in.
+
+    Raises:
+        CliError: the script sources another file, whose variables are unknown here.
+    """
     variables: dict[str, str] = {}
-    lines = re.sub(r"\\\n", " ", text).splitlines()
     words: list[str] = []
-    for line in lines:
+    for line in re.sub(r"\\\n", " ", text).splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
+        if re.match(r"(source|\.)\s+\S", line):
+            raise CliError(f"--from {path}: sources another file ({line}); {_WAY_OUT}")
         found = re.match(r"(?:export\s+)?([A-Za-z_]\w*)=\(?(.*?)\)?$", line)
         if found and not line.startswith("--"):
             name, value = found.groups()
@@ -189,24 +193,13 @@ _SEVERAL = ("recompute-modules",)
 
 
 def _filled(text: str, variables: Mapping[str, str]) -> str:
-    """Text in which `$NAME`, `${NAME}`, `${NAME:-default}` and `$((a * b))` are substituted."""
+    """Text in which `$NAME`, `${NAME}` and `${NAME:-default}` are put in."""
 
     def value(found: re.Match[str]) -> str:
         name, default = found.group(1) or found.group(3), found.group(2)
         return variables.get(name, default if default is not None else found.group(0))
 
-    text = re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
-
-    def product(found: re.Match[str]) -> str:
-        numbers = [part.strip() for part in found.group(1).split("*")]
-        result = 1
-        for number in (variables.get(each, each) for each in numbers):
-            if not number.isdigit():
-                return found.group(0)
-            result *= int(number)
-        return str(result)
-
-    return re.sub(r"\$\(\(([\w\s*]+)\)\)", product, text)
+    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)", value, text)
 
 
 def _flags_of_yaml(content: Mapping[str, Any]) -> dict[str, str]:
@@ -225,7 +218,8 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
         try:
             return tokens_of(value)
         except ValueError:
-            raise CliError(f"--from: --{name} {value}: must be a whole number (is a variable not set?)") from None
+            why = "is computed" if re.search(r"[$`(]", value) else "must be a whole number"
+            raise CliError(f"--from: --{name} {value}: {why}; {_WAY_OUT}") from None
 
     def given(name: str) -> bool:
         return rest.pop(name, "false").lower() != "false"
@@ -238,14 +232,14 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
         launch.take(f"--{name}" if said else f"--{name} (not given)", layout[option], option)
     expert_tp, routed = number("expert-tensor-parallel-size"), "num-experts" in rest
     if expert_tp is not None and expert_tp != layout["tp"] and routed:
-        launch.take("--expert-tensor-parallel-size", expert_tp, "expert-tp")
+        launch.take("--expert-tensor-parallel-size", expert_tp, "expert_tp")
     layers = number("num-layers")
     virtual = number("num-virtual-stages-per-pipeline-rank")
     each = number("num-layers-per-virtual-pipeline-stage")
     if each and layers:
         virtual = layers // layout["pp"] // each
     if virtual and virtual > 1:
-        launch.take("virtual stages", virtual, "virtual-stages")
+        launch.take("virtual stages", virtual, "virtual_stages")
     _stages(launch, number("decoder-first-pipeline-num-layers"), number("decoder-last-pipeline-num-layers"), layers)
     context = number("seq-length")
     if context is None:
@@ -259,7 +253,7 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
     _megatron_model(launch, rest, number, layers)
     _megatron_memory(launch, rest, number, given)
     if not given("sequence-parallel") and layout["tp"] > 1:
-        launch.take("--sequence-parallel", False, "no-sequence-parallel", True)
+        launch.take("--sequence-parallel", False, "sequence_parallel")
     for name, value in rest.items():
         if reason := _reason(name):
             launch.leave(f"--{name}", value or "set", reason)
@@ -270,14 +264,16 @@ def _stages(launch: Launch, first: int | None, last: int | None, layers: int | N
     """Layers of the first and the last stage, if a file sets them separately."""
     if first is None and last is None:
         return
-    pp = launch.size("pp", {})
+    pp = launch.size("layout.pp", {})
     ends = [each for each in (first, last) if each is not None]
     between, left = divmod((layers or 0) - sum(ends), max(1, pp - len(ends)))
-    if layers is None or left or between < 0 or "virtual-stages" in launch.options:
-        launch.leave("layers of the first and last stage", f"{first} and {last}", "give them as --stage-layers")
+    if layers is None or left or between < 0 or "layout.virtual_stages" in launch.settings:
+        launch.leave(
+            "layers of the first and last stage", f"{first} and {last}", "give them as --set layout.stage_layers=[...]"
+        )
         return
     stages = [first] * (first is not None) + [between] * (pp - len(ends)) + [last] * (last is not None)
-    launch.take("layers of the first and last stage", f"{first} and {last}", "stage-layers", ",".join(map(str, stages)))
+    launch.take("layers of the first and last stage", f"{first} and {last}", "stage_layers", stages)
 
 
 def _megatron_memory(
@@ -296,10 +292,10 @@ def _megatron_memory(
         shared = given("use-distributed-optimizer")
         launch.take("--use-distributed-optimizer", shared, "fsdp", "zero1" if shared else "none")
     if (instances := number("num-distributed-optimizer-instances") or 1) > 1:
-        launch.take("--num-distributed-optimizer-instances", instances, "dp-replicate")
+        launch.take("--num-distributed-optimizer-instances", instances, "dp_replicate")
     if given("optimizer-cpu-offload"):
-        share = rest.pop("optimizer-offload-fraction", None) or "1"
-        launch.take("--optimizer-cpu-offload", share, "offload-optimizer")
+        share = float(rest.pop("optimizer-offload-fraction", "") or 1)
+        launch.take("--optimizer-cpu-offload", share, "offload_optimizer")
         if given("overlap-cpu-optimizer-d2h-h2d"):
             reason = "copies and the CPU's work are taken one after the other"
             launch.leave("--overlap-cpu-optimizer-d2h-h2d", "set", reason)
@@ -308,9 +304,9 @@ def _megatron_memory(
     if fp8:
         launch.take("--fp8-format", fp8, "fp8", "parameters" if gathered else "matmul")
     if not ({"bf16", "fp16"} & rest.keys()):
-        launch.taken.append("bfloat16, although neither --bf16 nor --fp16 is given: an assumption (--dtype)")
+        launch.taken.append("bfloat16, although neither --bf16 nor --fp16 is given: an assumption (--set layout.dtype)")
     if "lora" in (rest.pop("train-type", None), rest.pop("tuner-type", None)):
-        launch.take("--lora-rank", number("lora-rank", 8), "lora-rank")
+        launch.take("--lora-rank", number("lora-rank", 8), "lora_rank")
 
 
 def _megatron_recompute(launch: Launch, rest: dict[str, str], number: Callable[..., int | None]) -> None:
@@ -322,7 +318,7 @@ def _megatron_recompute(launch: Launch, rest: dict[str, str], number: Callable[.
     if granularity == "full":
         launch.take("--recompute-granularity", granularity, "recompute")
         if count and method == "block":
-            launch.take("--recompute-num-layers", count, "recompute-layers")
+            launch.take("--recompute-num-layers", count, "recompute_layers")
         elif count and count > 1:
             reason = "the input of every layer is taken to be kept, where a block of them keeps one"
             launch.leave("--recompute-num-layers", count, reason)
@@ -347,7 +343,7 @@ def _world(rest: dict[str, str], variables: Mapping[str, str]) -> int | None:
 def _batch(launch: Launch, size: int, samples: int | None, layout: Mapping[str, int], gpus: int | None) -> None:
     """Sequences of a micro-batch, and micro-batches of a global batch."""
     if size > 1:
-        launch.take("sequences of a micro-batch", size, "micro-batch-size")
+        launch.take("sequences of a micro-batch", size, "micro_batch_size")
     if not samples:
         return
     if samples % size:
@@ -357,7 +353,7 @@ def _batch(launch: Launch, size: int, samples: int | None, layout: Mapping[str, 
     if dp and count % dp:
         launch.leave("global batch", f"{samples} sequences", f"{count} micro-batches are no multiple of dp = {dp}")
         return
-    launch.take(f"global batch of {samples} sequences", count, "micro-batches")
+    launch.take(f"global batch of {samples} sequences", count, "num_micro_batches")
 
 
 def _megatron_model(
@@ -393,15 +389,14 @@ def _megatron_model(
     if experts := number("num-experts"):
         found |= {"num_experts": experts, "experts_per_token": number("moe-router-topk") or 2}
         found["ffn_hidden_size"] = number("moe-ffn-hidden-size") or ffn
-    words = ",".join(f"{name}={str(value).lower()}" for name, value in found.items())
-    launch.take("sizes of the model", f"{layers} layers of {hidden}", "model", words)
+    launch.take("sizes of the model", f"{layers} layers of {hidden}", "model", found)
 
 
 # Reasons why a key is left out; keys of logging, data, learning rates and the like need none.
 _REASONS: tuple[tuple[str, str], ...] = (
     (r"fp4", "FP4 is not modelled"),
     (r"fp8|float8", "FP8 is priced alike in every recipe"),
-    (r"offload", "of what is offloaded only optimizer states are modelled: --offload-optimizer"),
+    (r"offload", "of what is offloaded only optimizer states are modelled: --set layout.offload_optimizer"),
     (r"load-in|load_in|quantiz", "frozen weights are counted in bfloat16"),
     (r"lora.*(target|modules)", "adapters are counted on every matrix but routers and routed experts"),
     (r"moe-shared|shared-expert|moe-layer-freq|moe-latent", "part of the model that --model sizes cannot say"),
@@ -409,8 +404,8 @@ _REASONS: tuple[tuple[str, str], ...] = (
     (r"mtp", "heads of multi-token prediction: --multi-token-prediction, with --model a config.json"),
     (r"moe-(token-dispatcher|a2a|expert-cap|grouped|aux|router-(load|bias))", "of how experts run, not of what"),
     (r"window", "a sliding window: give --model a config.json"),
-    (r"overlap", "shares of communication that computation hides: --dp-overlap, --tp-overlap and the like"),
-    (r"cp-comm-type", "keys and values are taken to be gathered, or with --cp-keys needed only a part of them"),
+    (r"overlap", "shares of communication that computation hides: --set dp_overlap, --set tp_overlap and the like"),
+    (r"cp-comm-type", "keys and values are taken to be gathered, or with --set cp_keys=needed only a part of them"),
 )
 
 
@@ -420,20 +415,6 @@ def _reason(name: str) -> str | None:
 
 
 # torchtitan.
-
-
-def _toml(path: Path, text: str) -> dict[str, Any]:
-    try:
-        import tomllib
-    except ModuleNotFoundError:  # Python 3.10
-        try:
-            import tomli as tomllib  # type: ignore[import-not-found, no-redef, unused-ignore]
-        except ModuleNotFoundError:
-            raise CliError(f"--from {path}: needs Python 3.11, or: pip install tomli") from None
-    try:
-        return dict(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as problem:
-        raise CliError(f"--from {path}: is no TOML: {problem}") from None
 
 
 def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -464,16 +445,16 @@ def _torchtitan(content: Mapping[str, Any]) -> Launch:
         launch.take(name, layout[option], option)
     expert_tp = int(pop("parallelism.expert_tensor_parallel_degree", default=layout["tp"]))
     if expert_tp != layout["tp"] and layout["ep"] > 1:
-        launch.take("expert_tensor_parallel_degree", expert_tp, "expert-tp")
+        launch.take("expert_tensor_parallel_degree", expert_tp, "expert_tp")
     shard = int(pop(*(f"{section}.data_parallel_shard_degree" for section in parallel), default=-1))
     replicas = int(pop(*(f"{section}.data_parallel_replicate_degree" for section in parallel), default=1))
     if shard > 0:
         launch.take("data_parallel_shard_degree x data_parallel_replicate_degree", shard * replicas, "dp")
     if replicas > 1:
-        launch.take("data_parallel_replicate_degree", replicas, "dp-replicate")
+        launch.take("data_parallel_replicate_degree", replicas, "dp_replicate")
     launch.take("fully_shard", "parameters", "fsdp", "zero3")
     if context := pop("training.seq_len"):
-        launch.take("training.seq_len", context, "context")
+        launch.take("training.seq_len", int(context), "context")
     _titan_pipeline(launch, pop, layout["pp"])
     size = int(pop("training.local_batch_size", "training.batch_size", default=1))
     total = int(pop("training.global_batch_size", default=-1))
@@ -482,23 +463,23 @@ def _torchtitan(content: Mapping[str, Any]) -> Launch:
         _batch(launch, micro, total, layout, None)
     else:
         if micro > 1:
-            launch.take("sequences of a micro-batch", micro, "micro-batch-size")
+            launch.take("sequences of a micro-batch", micro, "micro_batch_size")
         launch.accumulation = max(1, size // micro)
     name, flavor = str(pop("model.name", default="")), str(pop("model.flavor", default=""))
     preset = f"{name}-{flavor}".lower()
     layers = None
     if preset in PRESETS:
         launch.take("model.name, model.flavor", f"{name} {flavor}", "model", preset)
-        layers = PRESETS[preset]["num_layers"] // layout["pp"] // launch.size("virtual-stages", {})
+        layers = PRESETS[preset]["num_layers"] // layout["pp"] // launch.size("layout.virtual_stages", {})
     else:
         launch.leave("model.name, model.flavor", f"{name} {flavor}", "its sizes are not in the file: --model")
     _titan_recompute(launch, pop, layers)
     _titan_float8(launch, keys, [str(each) for each in pop("model.converters", default=())])
     if pop("training.enable_cpu_offload"):
-        launch.take("training.enable_cpu_offload", True, "offload-optimizer", 1)
+        launch.take("training.enable_cpu_offload", True, "offload_optimizer", 1)
         launch.leave("training.enable_cpu_offload", True, "parameters and gradients are taken to stay on the GPU")
     if str(pop("training.dtype", default="float32")) == "bfloat16":
-        launch.take("training.dtype", "bfloat16", "optimizer-bytes", 4)
+        launch.take("training.dtype", "bfloat16", "optimizer_bytes", 4)
     for key, value in keys.items():
         if (reason := _reason(key)) and value not in (False, [], "", 1):
             launch.leave(key, value, reason)
@@ -522,11 +503,11 @@ def _titan_pipeline(launch: Launch, pop: Callable[..., Any], pp: int) -> None:
         return
     known = _SCHEDULES.get(schedule.lower())
     if known is None:
-        launch.leave("pipeline_parallel_schedule", schedule, "is not among --schedule's")
+        launch.leave("pipeline_parallel_schedule", schedule, "is no schedule of wlb.simulate_pipeline")
         return
     launch.take("pipeline_parallel_schedule", schedule, "schedule", known[0])
     if known[1] > 1:
-        launch.take("stages of a rank under this schedule", known[1], "virtual-stages")
+        launch.take("stages of a rank under this schedule", known[1], "virtual_stages")
 
 
 def _titan_recompute(launch: Launch, pop: Callable[..., Any], layers: int | None) -> None:
@@ -540,12 +521,12 @@ def _titan_recompute(launch: Launch, pop: Callable[..., Any], layers: int | None
         reason = "every second matrix product that it computes again, and does not keep, is taken to be kept"
         launch.leave("selective_ac_option", option, reason)
     elif layers is None and int(option) > 1:
-        launch.leave("selective_ac_option", option, "of how many layers is not known: --recompute-layers")
+        launch.leave("selective_ac_option", option, "of how many layers is not known: --set layout.recompute_layers")
     else:
         launch.take("activation_checkpoint.mode", f"every layer of {option}", "recompute", "full")
         if layers is not None and int(option) > 1:
             count = max(1, layers // int(option))
-            launch.take("selective_ac_option", option, "recompute-layers", count)
+            launch.take("selective_ac_option", option, "recompute_layers", count)
 
 
 def _titan_float8(launch: Launch, keys: dict[str, Any], converters: list[str]) -> None:
@@ -585,7 +566,7 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
     if model:
         launch.take(names["model"], model, "model")
     if context := rest.pop(names["context"], None):
-        launch.take(names["context"], context, "context")
+        launch.take(names["context"], int(context), "context")
     cp = int(rest.pop("context_parallel_size", None) or rest.pop("sequence_parallel_degree", None) or 1)
     tp = int(rest.pop("tensor_parallel_size", None) or 1)
     for option, value in (("tp", tp), ("pp", 1), ("cp", cp)):
@@ -596,10 +577,10 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
     size = int(rest.pop(names["size"], None) or 1)
     launch.accumulation = int(rest.pop("gradient_accumulation_steps", None) or 1)
     if size > 1:
-        launch.take(names["size"], size, "micro-batch-size")
+        launch.take(names["size"], size, "micro_batch_size")
     _sharing(launch, rest, path)
-    if replicas > 1 and launch.options["fsdp"] != "none":
-        launch.take("dp_replicate_size", replicas, "dp-replicate")
+    if replicas > 1 and launch.settings["layout.fsdp"] != "none":
+        launch.take("dp_replicate_size", replicas, "dp_replicate")
     if names["recompute"] in rest:
         on = bool(rest.pop(names["recompute"]))
         on = on if names["recompute"] == "gradient_checkpointing" else not on
@@ -607,14 +588,16 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
     kind = str(rest.pop("adapter", None) or rest.pop("finetuning_type", None) or "full")
     rank = rest.pop("lora_r", None) or rest.pop("lora_rank", None) or 8
     if kind in ("lora", "qlora"):
-        launch.take("rank of LoRA", rank, "lora-rank")
+        launch.take("rank of LoRA", int(rank), "lora_rank")
     elif kind != "full":
         launch.leave("finetuning_type" if "stage" in content else "adapter", kind, "all parameters are trained")
     if rest.pop("fp8", None):
         gathered = bool(rest.pop("fp8_enable_fsdp_float8_all_gather", None))
         launch.take("fp8", True, "fp8", "parameters" if gathered else "matmul")
     if (optimizer := str(rest.pop("optimizer", None) or rest.pop("optim", None) or "")) and "8bit" in optimizer:
-        launch.leave("optimizer", optimizer, "its state is counted as 12 bytes a parameter: --optimizer-bytes")
+        launch.leave(
+            "optimizer", optimizer, "its state is counted as 12 bytes a parameter: --set layout.optimizer_bytes"
+        )
     everything = ("all", "all-linear", True)
     if rest.pop("lora_target_linear", None) is True or rest.get("lora_target") in everything:
         rest.pop("lora_target", None)
@@ -650,7 +633,7 @@ def _sharing(launch: Launch, rest: dict[str, Any], path: Path) -> None:
         kept = "shard_grad_op" in strategy or said.get("reshard_after_forward") is False
         launch.take("fsdp", strategy, "fsdp", "zero2" if kept else "zero3")
         if "hybrid" in strategy:
-            launch.leave("fsdp", strategy, "of how many replicas is not said: --dp-replicate")
+            launch.leave("fsdp", strategy, "of how many replicas is not said: --set layout.dp_replicate")
         parameters = offloaded = bool(said.get("offload_params") or said.get("cpu_offload"))
         if said.pop("activation_checkpointing", None):
             launch.take("activation_checkpointing", True, "recompute", "full")
@@ -658,7 +641,7 @@ def _sharing(launch: Launch, rest: dict[str, Any], path: Path) -> None:
         launch.take("fsdp and deepspeed", "neither", "fsdp", "none")
         return
     if offloaded:
-        launch.take("offload of the optimizer", True, "offload-optimizer", 1)
+        launch.take("offload of the optimizer", True, "offload_optimizer", 1)
     if parameters:
         launch.leave("offload of parameters", True, "parameters are taken to be on the GPU")
 
@@ -667,12 +650,7 @@ def _deepspeed_file(path: Path, name: str) -> Mapping[str, Any] | None:
     """DeepSpeed's JSON beside the launch file, or at its relative path; None if it does not exist."""
     for folder in (path.parent, Path()):
         if (folder / name).is_file():
-            try:
-                content = json.loads((folder / name).read_text(encoding="utf-8"))
-            except ValueError as problem:
-                raise CliError(f"--from {path}: {folder / name} is no JSON: {problem}") from None
-            if isinstance(content, dict):
-                return content
+            return _json(folder / name, (folder / name).read_text(encoding="utf-8"))
     return None
 
 

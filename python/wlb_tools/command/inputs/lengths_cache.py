@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from wlb_tools.command.inputs.cells import Wanted
 
-_VERSION = b"1"  # changes if rows get other lengths
+_VERSION = b"2"  # changes if rows get other lengths
 
 
 class LengthsCache:
@@ -26,24 +27,24 @@ class LengthsCache:
         self._folder = folder or Path(home) / "wlb" / "lengths"
         self._keys: dict[Path, str] = {}
 
-    def find(self, path: Path, wanted: Wanted) -> tuple[NDArray[np.int64], bool] | None:
-        """Lengths of the file's documents, and whether they are of text; None: not in the cache."""
+    def find(self, path: Path, wanted: Wanted) -> tuple[NDArray[np.int64], list[str]] | None:
+        """Lengths of the file's documents of text, and sentences about them; None: not in the cache."""
         if wanted.measure is None or not path.is_file():
             return None
-        kept = self._folder / f"{self._key(path, wanted)}.npy"
         try:
-            return np.load(kept, allow_pickle=False), False
-        except (OSError, ValueError):
+            with np.load(self._folder / f"{self._key(path, wanted)}.npz", allow_pickle=False) as kept:
+                return kept["lengths"], kept["notes"].tolist()
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
 
-    def keep(self, path: Path, wanted: Wanted, lengths: NDArray[np.int64]) -> None:
+    def keep(self, path: Path, wanted: Wanted, lengths: NDArray[np.int64], notes: list[str]) -> None:
         """Adds lengths to the cache, if its folder can be written to."""
-        kept = self._folder / f"{self._key(path, wanted)}.npy"
+        kept = self._folder / f"{self._key(path, wanted)}.npz"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             new = kept.with_suffix(f".{os.getpid()}.tmp")
             with new.open("wb") as file:
-                np.save(file, lengths)
+                np.savez(file, lengths=lengths, notes=np.array(notes, dtype=np.str_))
             new.replace(kept)
         except OSError:
             return

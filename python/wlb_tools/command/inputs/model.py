@@ -92,7 +92,7 @@ def _from_hub(name: str) -> Path:
         raise CliError(f"{problem}; nor is it in the hub's cache, nor could it be had: {said}") from None
 
 
-@options("Cost")
+@options
 class Cost(Options):
     """Cost of documents.
 

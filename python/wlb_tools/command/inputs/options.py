@@ -1,20 +1,13 @@
-"""Makes options of dataclasses: every field is an option with its name, type, default and help.
-
-`options(of=...)` takes the fields of a class of the library, so that they are declared only there. `plain` makes an
-object of that class from the options, and the class checks its values. cyclopts reads the classes.
-"""
+"""Makes options of dataclasses, which cyclopts reads: each field is an option with its name, type, default and help."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 from cyclopts import Parameter, Token
-from docstring_parser import parse
 
 from wlb_tools.command.errors import CliError, option
 
@@ -28,14 +21,19 @@ else:
 
 
 T = TypeVar("T", bound=type[Any])
-P = TypeVar("P")
 
 Settings = dict[str, str | int | float | None]
 
 PANELS = {"batches": "Global batches", "waiting": "Waiting", "methods": "Methods"}
 """Panels of the help to which several classes add options."""
 
-BATCHES = Parameter(group=PANELS["batches"])
+BATCHES, WAITING = Parameter(group=PANELS["batches"]), Parameter(group=PANELS["waiting"])
+
+CLUSTER, COST, DOCUMENTS, OUTPUT, GLOBAL_BATCHES, HELD = (
+    Parameter(name="*", group=panel)
+    for panel in ("Cluster", "Cost", "Documents", "Output", PANELS["batches"], PANELS["waiting"])
+)
+"""Panels of whole classes of options, each with its own name, in the signature of a command."""
 
 NotAnOption = Parameter(parse=False)
 """For fields that are no options."""
@@ -54,11 +52,6 @@ class Options:
         given: fields that were given on the command line; the others have their defaults.
     """
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """A field that `options` took from a class of the library."""
-
     given: frozenset[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -70,65 +63,12 @@ class Options:
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def options(
-    group: str, *, of: type[Any] | None = None, without: Sequence[str] = (), **elsewhere: Sequence[str]
-) -> Callable[[T], T]:
-    """Makes a class a frozen dataclass whose fields are options, each with its own name, in one panel of the help.
-
-    Args:
-        group: the panel.
-        of: a dataclass of the library whose fields become options, too, with their types, defaults and help, except
-            those that the class has or inherits.
-        without: fields of `of` that do not become options.
-        elsewhere: fields that belong to other panels, by panel.
-    """
-
-    def decorate(cls: T) -> T:
-        if of is not None:
-            _take(cls, of, without)
-        dataclasses.dataclass(frozen=True, kw_only=True)(cls)  # in place
-        hints = get_type_hints(cls, include_extras=True)
-        for panel, names in elsewhere.items():
-            for name in names:
-                hints[name] = cls.__annotations__[name] = Annotated[hints[name], Parameter(group=PANELS[panel])]
-        # Inherited fields have annotations as text, which only the module of their class can read.
-        cls.__init__.__annotations__ = hints
-        decorated: T = Parameter(name="*", group=group)(cls)
-        del decorated.__cyclopts__.parameters[:-1]  # the panels of base classes
-        return decorated
-
-    return decorate
-
-
-def _take(cls: type[Any], of: type[Any], without: Sequence[str]) -> None:
-    """Declares the fields of a dataclass in another class that does not have them, with their help.
-
-    Both classes have docstrings with arguments.
-    """
-    taken = {name for base in cls.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())} | {*without}
-    hints = get_type_hints(of, include_extras=True)
-    told, own = ({one.arg_name: one.description for one in parse(each.__doc__ or "").params} for each in (of, cls))
-    lines = [inspect.cleandoc(cls.__doc__ or "")]
-    for field in dataclasses.fields(of):
-        if field.name in taken:
-            continue
-        if field.name not in cls.__annotations__:
-            cls.__annotations__[field.name] = hints[field.name]
-            setattr(cls, field.name, field.default)
-        if field.name not in own:
-            lines.append(f"    {field.name}: {' '.join((told[field.name] or '').split())}")
-    cls.__doc__ = "\n".join(lines)
-
-
-def values_of(given: Options, cls: type[Any]) -> dict[str, Any]:
-    """Values of the options that are fields of a library class."""
-    ours = {field.name for field in dataclasses.fields(given)}
-    return {field.name: getattr(given, field.name) for field in dataclasses.fields(cls) if field.name in ours}
-
-
-def plain(given: Options, cls: type[P], **changes: Any) -> P:
-    """An object of the library's class from the options that are its fields; `changes` override them."""
-    return cls(**values_of(given, cls) | changes)
+def options(cls: T) -> T:
+    """Makes a class a frozen dataclass whose fields are options, each with its own name."""
+    dataclasses.dataclass(frozen=True, kw_only=True)(cls)  # in place
+    # Inherited fields have annotations as text, which only the module of their class can read.
+    cls.__init__.__annotations__ = get_type_hints(cls, include_extras=True)
+    return cls
 
 
 def joined(values: Iterable[object]) -> str:
@@ -147,17 +87,9 @@ def settings(*given: Options) -> Settings:
                 found |= settings(value)
             elif NotAnOption not in getattr(hints[field.name], "__metadata__", ()):
                 name = option(field.name).replace("-", "_")
-                shown = _shown(hints[field.name])
-                value = value if shown is None else float(shown(value))
                 simple = value is None or isinstance(value, bool | int | float)
                 found[name] = value if simple else joined(value) if isinstance(value, tuple) else str(value)
     return found
-
-
-def _shown(hint: Any) -> Callable[[Any], str] | None:
-    """The function that shows an option whose unit differs from its field's; None if there is none."""
-    found = [each.show_default for each in getattr(hint, "__metadata__", ()) if isinstance(each, Parameter)]
-    return next((shown for shown in found if callable(shown)), None)
 
 
 def commas(of_text: Callable[[str], Any], what: str, **more: Any) -> Parameter:
@@ -233,10 +165,3 @@ def _global_batch(type_: object, tokens: Sequence[Token]) -> GlobalBatch:
 
 GlobalBatchSize = Parameter(converter=_global_batch, n_tokens=1, accepts_keys=False)
 """A size of a global batch, as 4M (tokens), 4194304tokens or 256samples."""
-
-
-def scaled(option: str, value: float, unit: int) -> int:
-    """Converts an option in contexts or GiB to tokens or bytes."""
-    if not math.isfinite(value * unit):
-        raise CliError(f"{option} {value}: must be a finite number")
-    return int(value * unit)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from cyclopts import Parameter, validators
 from cyclopts.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from wlb._choices import Release
 from wlb._core import MAX_MEAN_DELAY
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.model import Cost
-from wlb_tools.command.inputs.options import PANELS, Numbers, Options, Tokens, options, scaled
+from wlb_tools.command.inputs.options import BATCHES, WAITING, Numbers, Options, Tokens, options
 from wlb_tools.simulation.methods import Setup
 
 
-@options(PANELS["batches"])
+@options
 class Limits(Options):
     """The longest document and the largest micro-batch.
 
@@ -23,28 +22,22 @@ class Limits(Options):
         context: context window in tokens: the longest document. A global batch has this many tokens for each
             micro-batch.
         max_tokens: the most tokens of a micro-batch of variable length; by default 1.5 contexts.
-        memory_factor: --max-tokens in contexts instead of tokens.
     """
 
-    context: Annotated[int, Tokens] = 131072
-    max_tokens: Annotated[int | None, Tokens] = None
-    memory_factor: Annotated[float | None, Parameter(validator=validators.Number(gte=1, lte=1000))] = None
+    context: Annotated[int, BATCHES, Tokens] = 131072
+    max_tokens: Annotated[int | None, BATCHES, Tokens] = None
 
     def token_limit(self) -> int | None:
         """The most tokens of a micro-batch that the options give, or None without them."""
-        if self.max_tokens is not None and self.memory_factor is not None:
-            raise CliError("--max-tokens and --memory-factor: give one of them")
         if self.max_tokens is not None and self.max_tokens < self.context:
             raise CliError(
                 f"--max-tokens {self.max_tokens:,}: below --context {self.context:,}, so the longest documents fit"
                 " nowhere"
             )
-        if self.memory_factor is not None:
-            return scaled("--memory-factor", self.memory_factor, self.context)
         return self.max_tokens
 
 
-@options(PANELS["waiting"])
+@options
 class Delay(Options):
     """Limits on how long documents may wait.
 
@@ -55,12 +48,12 @@ class Delay(Options):
             are then spread over steps. By default there is no bound.
     """
 
-    max_mean_delay: NonNegativeFloat = MAX_MEAN_DELAY
-    max_delay: NonNegativeInt | None = None
-    max_step_cost: PositiveFloat | None = None
+    max_mean_delay: Annotated[NonNegativeFloat, WAITING] = MAX_MEAN_DELAY
+    max_delay: Annotated[NonNegativeInt | None, WAITING] = None
+    max_step_cost: Annotated[PositiveFloat | None, WAITING] = None
 
 
-@options(PANELS["batches"])
+@options
 class Batches(Limits):
     """Global batches.
 
@@ -83,7 +76,7 @@ class Batches(Limits):
         )
 
 
-@options(PANELS["waiting"])
+@options
 class Held(Delay):
     """Options about documents that wait.
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from cyclopts import Parameter
@@ -25,6 +25,8 @@ from wlb_tools.command.inputs.options import Flag, Options, options
 from wlb_tools.command.words import counted
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.stream import GlobalBatches
+
+Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
 
 _MOST_PIECES = 10**8  # most pieces of several epochs, at 75 bytes each
 
@@ -82,7 +84,7 @@ class Stream(GlobalBatches):
         return sentences
 
 
-@options("Documents")
+@options
 class Texts(Options):
     """Options for reading documents.
 
@@ -93,6 +95,8 @@ class Texts(Options):
             file is a document.
         tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with one, or
             a name on the hub; by default a byte counts as a token.
+        trainer: loop, huggingface, trl, axolotl, llamafactory, lightning or megatron. Rows with text become token
+            sequences by the rule of trl, axolotl or llamafactory; by default by the chat template alone.
         text: the source has text, if it could also be lengths or token ids.
         tokens: the source has token ids, if it could also be lengths.
         lengths: the source has lengths of documents, if it could also be token ids or text.
@@ -102,6 +106,7 @@ class Texts(Options):
     field: str = ""
     pattern: str | None = None
     tokenizer: str | None = None
+    trainer: Trainer | None = None
     text: Annotated[bool, Flag] = False
     tokens: Annotated[bool, Flag] = False
     lengths: Annotated[bool, Flag] = False
@@ -112,12 +117,12 @@ class Texts(Options):
         held: list[Holds] = [name for name in get_args(Holds) if getattr(self, name)]
         if len(held) > 1:
             raise CliError(f"{' '.join(f'--{name}' for name in held)}: only one can be so")
-        wants = wanted(self.field, self.tokenizer, held[0] if held else None)
+        wants = wanted(self.field, self.tokenizer, held[0] if held else None, self.trainer)
         kept = LengthsCache() if self.cache else None
         return read_documents(sources, wanted=wants, pattern=self.pattern, cache=kept, progress=progress)
 
 
-@options("Documents")
+@options
 class Reading(Texts):
     """Options for reading documents and making a stream of them.
 

@@ -7,6 +7,7 @@ length. Special tokens are not added; that is up to the trainer.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -20,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.cells import Measure
 
-Chat = Callable[[list[dict[str, str]]], str]
+Measure = Callable[[list[str]], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,89 @@ class Tokenizer:
     """A tokenizer that counts tokens.
 
     Args:
-        measure: counts the tokens of texts.
-        chat: makes text of messages by the tokenizer's template; None: it has none.
-        name: a digest of its file.
+        measure: counts the tokens of texts, without special tokens.
+        name: a digest of its file and of its template.
+        title: its name, for reports.
+        folder: a folder that transformers loads, with a configuration and maybe a template; None: a file alone.
     """
 
     measure: Measure
-    chat: Chat | None
     name: str
+    title: str
+    folder: Path | None = None
+
+    def whole(self, what: str) -> Any:
+        """The tokenizer as transformers loads it, with its special tokens and its template.
+
+        Raises:
+            ValueError: there is a file alone, and no configuration.
+        """
+        if self.folder is None:
+            raise ValueError(f"{what} need a whole tokenizer, and {self.title} is a file alone: give its folder")
+        return _auto(self.folder)
+
+    def template(self) -> str:
+        """The chat template that is used by default; "" if there is none."""
+        found = self.whole("conversations").chat_template
+        return str(found.get("default", "") if isinstance(found, dict) else found or "")
+
+    def takes_parts(self) -> bool:
+        """Whether the template takes content in parts, and not text alone."""
+        return self.folder is not None and _takes_parts(self.folder)
+
+    def processor(self) -> Any:
+        """The model's processor of images and audio; None if the folder has none."""
+        names = ("preprocessor_config.json", "processor_config.json")
+        return (
+            _processor(self.folder) if self.folder and any((self.folder / name).is_file() for name in names) else None
+        )
+
+
+@functools.lru_cache(8)
+def _auto(folder: Path) -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise CliError(
+            "chat templates and trainers' rules need the package transformers: pip install transformers"
+        ) from None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as cause:  # of many types
+        raise CliError(f"--tokenizer {folder}: transformers cannot load it: {_said(cause)}") from None
+
+
+@functools.lru_cache(8)
+def _takes_parts(folder: Path) -> bool:
+    part = {"type": "text", "text": "wlb"}
+    try:
+        said = _auto(folder).apply_chat_template([{"role": "user", "content": [part]}], tokenize=False)
+    except Exception:  # whatever the template raises
+        return False
+    return "wlb" in said and "'type'" not in said and '"type"' not in said
+
+
+@functools.lru_cache(8)
+def _processor(folder: Path) -> Any:
+    import transformers
+
+    try:
+        load: Any = transformers.AutoProcessor.from_pretrained
+        return load(str(folder), trust_remote_code=False)
+    except Exception as cause:  # of many types
+        raise CliError(f"--tokenizer {folder}: transformers cannot load its processor: {_said(cause)}") from None
+
+
+def _said(cause: BaseException) -> str:
+    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by its file, its folder, or its name on the hub.
 
     Args:
-        name: a `tokenizer.json`; a sentencepiece or tiktoken file; a `tekken.json`; a folder with one of these; a name
-            on the hub, taken from the local cache if it is there.
+        name: a `tokenizer.json`; a sentencepiece or tiktoken file; a `tekken.json`; a folder with one of these, or with
+            any tokenizer of transformers; a name on the hub, taken from the local cache if it is there.
 
     Raises:
         CliError: there is no such file, or it cannot be loaded; says what is missing.
@@ -59,13 +126,20 @@ def load_tokenizer(name: str) -> Tokenizer:
         folder = path.parent
     elif path.name in _NAMES:
         folder = path.parent
+    digest = hashlib.blake2b(digest_size=16)
+    if folder is not None and any((folder / each).is_file() for each in _CONFIGURED):
+        for each in (*_CONFIGURED, path.name):
+            digest.update((folder / each).read_bytes() if (folder / each).is_file() else b"-")
+        return Tokenizer(_by_transformers(folder), digest.hexdigest(), folder.name, folder)
     content = path.read_bytes()
-    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    digest.update(content)
     kind = _kind(path, content)
     measure = {"tokenizers": _fast, "sentencepiece": _sentencepiece, "tiktoken": _tiktoken, "tekken": _tekken}[kind]
-    chat, template = _chat(folder)
-    return Tokenizer(measure(path, content), chat, f"{digest}-{template}")
+    return Tokenizer(measure(path, content), digest.hexdigest(), path.name)
 
+
+_CONFIGURED = ("tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json")
+"""Files beside a tokenizer by which transformers loads it."""
 
 _NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
@@ -73,6 +147,8 @@ _NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "s
 def _in_folder(folder: Path) -> Path:
     found = [folder / name for name in _NAMES if (folder / name).is_file()]
     found += sorted(folder.glob("*.tiktoken"))
+    if not found and (folder / "tokenizer_config.json").is_file():
+        return folder / "tokenizer_config.json"  # a tokenizer of other files, which transformers knows
     if not found:
         raise CliError(f"--tokenizer {folder}: has none of {', '.join(_NAMES)}, *.tiktoken")
     return found[0]
@@ -93,8 +169,9 @@ def _from_hub(name: str) -> Path:
         raise CliError(f"--tokenizer {name}: no such tokenizer file")
     hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
     try:
-        hub.hf_hub_download(name, "tokenizer_config.json")
-        return Path(hub.hf_hub_download(name, "tokenizer.json"))
+        return _in_folder(Path(hub.snapshot_download(name, allow_patterns=[*_NAMES, *_CONFIGURED])))
+    except CliError:
+        raise
     except Exception as cause:  # of many types: no network, unknown name, no permission
         said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
         raise CliError(
@@ -154,12 +231,33 @@ def _fast(path: Path, content: bytes) -> Measure:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         raise CliError(f"--tokenizer {path}: not a tokenizer file: {error}") from None
+    return _measure_fast(tokenizer)
+
+
+def _measure_fast(tokenizer: Any) -> Measure:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
 
     def measure(texts: list[str]) -> NDArray[np.int64]:
         return _counts([len(each) for each in encode(_clean(texts), add_special_tokens=False)])
+
+    return measure
+
+
+def _by_transformers(folder: Path) -> Measure:
+    """Counts by the tokenizer that transformers loads, when it is first used."""
+    made: list[Measure] = []
+
+    def slow(texts: list[str]) -> NDArray[np.int64]:
+        found = _auto(folder)(_clean(texts), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return _counts([len(each) for each in found])
+
+    def measure(texts: list[str]) -> NDArray[np.int64]:
+        if not made:
+            backend = getattr(_auto(folder), "backend_tokenizer", None)
+            made.append(slow if backend is None else _measure_fast(backend))
+        return made[0](texts) if texts else _counts([])
 
     return measure
 
@@ -256,31 +354,3 @@ def _by_ranks(path: Path, ranks: dict[bytes, int], pattern: str) -> Measure:
         return _counts([*threads.map(count, _clean(texts), chunksize=max(1, len(texts) // 64))])
 
     return measure
-
-
-def _chat(folder: Path | None) -> tuple[Chat | None, str]:
-    """The chat template of a folder, by transformers, and a digest of it."""
-    if folder is None:
-        return None, ""
-    template = ""
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text()
-    elif (folder / "tokenizer_config.json").is_file():
-        said = json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template") or ""
-        named = {each.get("name"): each.get("template") for each in said} if isinstance(said, list) else {}
-        template = str(named.get("default", "")) if isinstance(said, list) else str(said)
-    if not template:
-        return None, ""
-
-    made: list[Any] = []
-
-    def chat(messages: list[dict[str, str]]) -> str:
-        if not made:
-            try:
-                import transformers
-            except ModuleNotFoundError:
-                raise CliError("chats need the package transformers; run: pip install transformers") from None
-            made.append(transformers.AutoTokenizer.from_pretrained(str(folder)))
-        return str(made[0].apply_chat_template(messages, tokenize=False))
-
-    return chat, hashlib.blake2b(template.encode(), digest_size=8).hexdigest()

@@ -40,9 +40,9 @@ def configuration(tuning: Tuning, *, model: str, profile: str | None) -> str:
     """Python code to paste.
 
     Args:
-        tuning: Its best choice is written.
-        model: Value of `--model`.
-        profile: Path of the measured kernel profile; None: the kernel model is analytic.
+        tuning: its best choice is written.
+        model: value of `--model`.
+        profile: path of the measured kernel profile; None: the kernel model is analytic.
     """
     return (_dynamic(tuning) if tuning.best.dynamic else _static(tuning, model, profile)) + "\n"
 

@@ -73,7 +73,7 @@ def reporting(bars: Progress, work: str) -> Callable[[str, int, int], None]:
     return lambda what, done, total: bars.update(task, description=f"{work}: {what}", completed=done, total=total)
 
 
-@options("Output")
+@options
 class Printing(Options):
     """Options for what a command prints.
 
@@ -105,7 +105,7 @@ class Printing(Options):
                     console.print(readable(f"{did} {', '.join(names)}"))
 
 
-@options("Output")
+@options
 class Output(Printing):
     """Options for what a command prints and where its files go.
 

@@ -9,7 +9,7 @@ from wlb_tools.command.inputs.stream import Stream
 from wlb_tools.command.output.columns import COLUMNS, RATES
 from wlb_tools.command.output.report import Code, Headline, Paragraphs, Report, Table
 from wlb_tools.command.words import counted
-from wlb_tools.simulation import KINDS, Choice
+from wlb_tools.simulation import Choice
 from wlb_tools.simulation.layouts import LayoutSearch, in_short
 from wlb_tools.simulation.words import assumptions, kernel_sentence, model_sentences
 
@@ -29,10 +29,10 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
     """Makes the report.
 
     Args:
-        search: The result of the search.
-        stream: Documents that were simulated.
-        settings: Settings of the command.
-        continued: Command line that tunes the settings of the best layout.
+        search: the result of the search.
+        stream: documents that were simulated.
+        settings: settings of the command.
+        continued: command line that tunes the settings of the best layout.
     """
     best, scenario = search.best, search.best.outcome.scenario
     layout, gain = in_short(scenario.layout), search.gain(search.without)
@@ -49,7 +49,7 @@ def layouts_report(search: LayoutSearch, stream: Stream, *, settings: Mapping[st
     return Report(
         command="tune",
         subject=f"predicted · {scenario.model.name}, {gpus} x {scenario.hardware.name}",
-        title=f"{layout}, {KINDS[best.kind]}: {gain:.2f}x the best layout without wlb (predicted)",
+        title=f"{layout}, {best.title}: {gain:.2f}x the best layout without wlb (predicted)",
         sentences=(
             f"{scenario.model.name} on {gpus} x {scenario.hardware.name}, {scenario.tokens_per_batch:,} tokens in a"
             f" global batch; {counted(stream.batches, 'global batch')} of documents.",
@@ -88,7 +88,7 @@ def _values(search: LayoutSearch, choice: Choice, name: str = "") -> dict[str, A
     return {
         **of,
         "layout": in_short(outcome.scenario.layout),
-        "plan": KINDS[choice.kind] + (f" ({name})" if name else ""),
+        "plan": choice.title + (f" ({name})" if name else ""),
         "step_seconds": outcome.steady_seconds / batches,
         "tokens_per_second": outcome.tokens / outcome.steady_seconds,
         "gain": search.gain(choice),

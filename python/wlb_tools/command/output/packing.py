@@ -58,14 +58,14 @@ def packing_report(
     """Makes the report, which compares the last plan with the first.
 
     Args:
-        command: Name of the command.
-        stream: Documents that were packed.
-        setup: Settings that all plans share.
-        plans: Plans to compare; the first is the original order.
-        balance: Context-parallel balance of the last plan, see `wlb_tools.command.packing.cp_balance`.
-        settings: Settings of the command.
-        remark: Sentence about the queues.
-        files: Further files by name, each with a function that writes it.
+        command: name of the command.
+        stream: documents that were packed.
+        setup: settings that all plans share.
+        plans: plans to compare; the first is the original order.
+        balance: context-parallel balance of the last plan, see `wlb_tools.command.packing.cp_balance`.
+        settings: settings of the command.
+        remark: sentence about the queues.
+        files: further files by name, each with a function that writes it.
     """
     from wlb_tools.command.output.figures.packing import draw_comparison
 

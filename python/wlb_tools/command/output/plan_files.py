@@ -20,9 +20,9 @@ def plan_files(plan: PackedRun, stream: Stream, *, dealt: bool) -> dict[str, Cal
     """Functions that write the files of a plan, by file name.
 
     Args:
-        plan: Plan of the stream.
-        stream: Maps documents of the plan to documents of the source.
-        dealt: Whether to write which data-parallel rank trains which micro-batch.
+        plan: plan of the stream.
+        stream: maps documents of the plan to documents of the source.
+        dealt: whether to write which data-parallel rank trains which micro-batch.
     """
     files: dict[str, Callable[[Path], None]] = {
         "plans.npz": functools.partial(write_npz, plan=plan, stream=stream, dealt=dealt),

@@ -43,11 +43,11 @@ class Interactive:
     """An interactive plotly picture, in the colours of the light scheme.
 
     Args:
-        title: Title over the picture.
+        title: title over the picture.
         data: Plotly's traces.
         layout: Plotly's layout for a screen.
-        narrow: Entries that replace entries of the layout on a phone.
-        hint: Text that says what a reader can do with the picture.
+        narrow: entries that replace entries of the layout on a phone.
+        hint: text that says what a reader can do with the picture.
     """
 
     title: str
@@ -62,10 +62,10 @@ class Picture:
     """A matplotlib figure on the page. A terminal does not show it.
 
     Args:
-        draw: Draws the figure: for a screen, or for a phone if its argument is True.
-        label: Description for screen readers.
-        file: Name of a PNG file to write as well; None: no file.
-        interactively: Makes an interactive version for browsers that run scripts. It returns None if there is too much
+        draw: draws the figure: for a screen, or for a phone if its argument is True.
+        label: description for screen readers.
+        file: name of a PNG file to write as well; None: no file.
+        interactively: makes an interactive version for browsers that run scripts. It returns None if there is too much
             to draw.
     """
 
@@ -110,12 +110,12 @@ class Table:
         """Makes a table from rows of values by key. A cell whose value is None is empty.
 
         Args:
-            title: Title of the table.
-            names: Heading of the first column.
-            keys: Keys of the other columns.
-            rows: For each row its name, its values, and whether it is bold.
-            columns: Columns by key.
-            against_first: Whether to mark cells of bold rows as better or worse than those of the first row.
+            title: title of the table.
+            names: heading of the first column.
+            keys: keys of the other columns.
+            rows: for each row its name, its values, and whether it is bold.
+            columns: columns by key.
+            against_first: whether to mark cells of bold rows as better or worse than those of the first row.
         """
         rows, shown = list(rows), {key: columns[key] for key in keys}
         groups = itertools.groupby(column.group for column in shown.values())
@@ -160,16 +160,16 @@ class Report:
     """Contents of a command's report.
 
     Args:
-        command: Name of the command; the page is `<command>.html`.
-        subject: A few words above the title of the page.
-        title: The main result.
-        sentences: Sentences before the blocks: what was done.
-        headlines: Large numbers at the top of the page.
-        blocks: Blocks on the terminal and on the page, in order.
-        details: Blocks that follow on the page only.
-        facts: Tables of names and values at the end of the page. The machine's table is added.
-        numbers: Results as plain JSON values, for `--json` and `results.json`.
-        files: Further files by name: text, or a function that writes to a path.
+        command: name of the command; the page is `<command>.html`.
+        subject: a few words above the title of the page.
+        title: the main result.
+        sentences: sentences before the blocks: what was done.
+        headlines: large numbers at the top of the page.
+        blocks: blocks on the terminal and on the page, in order.
+        details: blocks that follow on the page only.
+        facts: tables of names and values at the end of the page. The machine's table is added.
+        numbers: results as plain JSON values, for `--json` and `results.json`.
+        files: further files by name: text, or a function that writes to a path.
     """
 
     command: str

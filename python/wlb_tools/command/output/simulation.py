@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import wlb_tools
 from wlb_tools.command.inputs.stream import Stream
 from wlb_tools.command.output.columns import COLUMNS, LOST_NOTE, RATES, Column
 from wlb_tools.command.output.report import Block, Heading, Headline, Paragraphs, Picture, Report, Table
-from wlb_tools.command.output.trace import write_chrome_trace
 from wlb_tools.simulation import ATTRIBUTION, Outcome
 from wlb_tools.simulation.words import assumptions, describe, explanation, premises
 
@@ -32,7 +29,7 @@ _NOTES = (
 )
 
 _IDLE = Column("", "idle", ".0%", better="less")
-_TOO_DEEP = "Too many pipeline ranks for a picture; the trace shows them."
+_TOO_DEEP = "Too many pipeline ranks for a picture."
 
 _SHOWN = (
     *("tokens_per_second", "speedup", "model_flops_utilization", "step_seconds_mean", "micro_batches_mean"),
@@ -55,11 +52,11 @@ def simulation_report(
     """Makes the report. The page also shows a typical and the most idle step of the baseline and of `shown`.
 
     Args:
-        simulation: Simulation of the stream; its first method is the baseline.
-        stream: Documents that were simulated.
-        shown: Method that pictures compare with the baseline.
-        settings: Settings of the command.
-        remarks: Further sentences.
+        simulation: simulation of the stream; its first method is the baseline.
+        stream: documents that were simulated.
+        shown: method that pictures compare with the baseline.
+        settings: settings of the command.
+        remarks: further sentences.
     """
     from wlb_tools.command.output.figures.simulation import draw_simulation
 
@@ -71,7 +68,7 @@ def simulation_report(
         f"What a GPU's time goes to under each method, and how idle steps are. {about}",
         "simulate.png",
     )
-    details, traces = _steps({"baseline": before, shown: after} if after is not before else {"baseline": before})
+    details = _steps([before, after] if after is not before else [before])
     both = (before, after)
     headlines = (
         ("tokens/s", [outcome.tokens_per_second for outcome in both], COLUMNS["tokens_per_second"]),
@@ -102,7 +99,6 @@ def simulation_report(
         details=details,
         facts={"Assumptions": assumptions(scenario), "Settings": settings, "Documents": stream.described()},
         numbers={"gpus": scenario.layout.world_size, "explanation": reasons, **simulation.as_json()},
-        files=traces,
     )
 
 
@@ -119,26 +115,15 @@ def _tables(simulation: wlb_tools.Simulation, strong: str) -> list[Table]:
     ]
 
 
-def _steps(outcomes: Mapping[str, Outcome]) -> tuple[list[Block], dict[str, Any]]:
-    """Pictures of the median and the most idle step before the flush, and writers of their traces by file name."""
+def _steps(outcomes: Sequence[Outcome]) -> list[Block]:
+    """Pictures of the median and the most idle step before the flush."""
     from wlb_tools.command.output.figures.simulation import draw_step
 
     details: list[Block] = []
-    traces: dict[str, Any] = {}
-    for kind, heading, which, place in (
-        ("typical", "Typical steps", "a typical", 0.5),
-        ("worst", "The most idle steps", "its most idle", 1.0),
-    ):
+    for heading, which, place in (("Typical steps", "a typical", 0.5), ("The most idle steps", "its most idle", 1.0)):
         details.append(Heading(heading))
-        for name, outcome in outcomes.items():
+        for outcome in outcomes:
             ranked = np.argsort(outcome.idle[: outcome.run.streamed], kind="stable")
             step = int(ranked[min(int(place * ranked.size), ranked.size - 1)])
             details.append(draw_step(outcome, step, which) or Paragraphs([_TOO_DEEP], small=True))
-            traces[f"step-{kind}-{name}.trace.json"] = functools.partial(_write_trace, outcome, step)
-    details.append(Paragraphs([f"Traces to look into, at ui.perfetto.dev: {', '.join(traces)}."], small=True))
-    return details, traces
-
-
-def _write_trace(outcome: Outcome, step: int, path: Path) -> None:
-    pipelines = "DP rank" if outcome.pipelines == "DP" else outcome.pipelines
-    write_chrome_trace(outcome.timelines(step), path=path, pipelines=pipelines)
+    return details

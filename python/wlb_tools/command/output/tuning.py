@@ -14,7 +14,7 @@ from wlb_tools.command.output.packing import graded_table
 from wlb_tools.command.output.report import Code, Heading, Headline, Paragraphs, Picture, Report, Table
 from wlb_tools.command.output.simulation import simulation_report
 from wlb_tools.command.words import counted, thresholds, waits
-from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation import Choice, Tuning
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.words import assumptions, describe, kernel_sentence, model_sentences
@@ -58,13 +58,13 @@ def waiting_report(
     """Report of the delay settings, without a cluster.
 
     Args:
-        stream: Documents that were packed.
-        setup: Settings that all plans share.
-        queued: Result with queues.
-        adaptive: Result with adaptive release.
-        plans: Plans of both choices.
-        max_mean_delay: Limit of the mean delay, in steps.
-        settings: Settings of the command.
+        stream: documents that were packed.
+        setup: settings that all plans share.
+        queued: result with queues.
+        adaptive: result with adaptive release.
+        plans: plans of both choices.
+        max_mean_delay: limit of the mean delay, in steps.
+        settings: settings of the command.
     """
     from wlb_tools.command.output.figures.tuning import draw_waiting
 
@@ -114,14 +114,13 @@ def tuning_report(
     """Report of all settings on a cluster, with the chosen configuration and its simulation.
 
     Args:
-        tuning: Result of tuning.
-        stream: Documents that were simulated.
-        settings: Settings of the command.
-        model: Value of `--model`.
-        profile: Path of the measured kernel profile; None: the kernel model is analytic.
+        tuning: result of tuning.
+        stream: documents that were simulated.
+        settings: settings of the command.
+        model: value of `--model`.
+        profile: path of the measured kernel profile; None: the kernel model is analytic.
     """
-    from wlb_tools.command.output.figures.interactive import interactive_choices
-    from wlb_tools.command.output.figures.tuning import KIND_COLOURS, draw_choices
+    from wlb_tools.command.output.figures.tuning import draw_choices
 
     scenario = tuning.scenario
     simulation = simulation_report(tuning.simulation, stream, shown=tuning.best.kind, settings=settings)
@@ -148,7 +147,6 @@ def tuning_report(
                 lambda narrow: draw_choices(tuning, narrow=narrow),
                 "Predicted speed against memory with queues, and against mean delay for every plan",
                 "tune.png",
-                interactively=lambda: interactive_choices(tuning, KIND_COLOURS),
             ),
             *_tables(tuning),
             Heading("What this rests on"),
@@ -175,7 +173,7 @@ def tuning_report(
             "configuration": code.text,
             "simulation": tuning.simulation.as_json(),
         },
-        files={"configuration.py": code.text, **simulation.files},
+        files={"configuration.py": code.text},
     )
 
 
@@ -218,7 +216,7 @@ def _tables(tuning: Tuning) -> list[Table]:
             chosen=lambda choice: choice.outlier_thresholds == levels,
         ),
         table(
-            f"Sharding over context-parallel ranks, {KINDS[tuning.by_strategy[0].kind]}",
+            f"Sharding over context-parallel ranks, {tuning.by_strategy[0].title}",
             "strategy",
             tuning.by_strategy,
             name=lambda choice: choice.strategy,
@@ -230,10 +228,10 @@ def _tables(tuning: Tuning) -> list[Table]:
 def _plan(tuning: Tuning, choice: Choice) -> str:
     """The name of a choice's kind of plan, with its thresholds, or its delay price and micro-batches of the packer."""
     if choice.outlier_thresholds:
-        return f"{KINDS[choice.kind]} ({thresholds(choice.outlier_thresholds)})"
+        return f"{choice.title} ({thresholds(choice.outlier_thresholds)})"
     if choice.delay_price is None:
-        return KINDS[choice.kind]
-    return f"{KINDS[choice.kind]} ({choice.delay_price:g}, {packer_micro_batches(tuning.scenario, choice)})"
+        return choice.title
+    return f"{choice.title} ({choice.delay_price:g}, {packer_micro_batches(tuning.scenario, choice)})"
 
 
 def _found(result: wlb.TuneResult) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import wlb
 from wlb_tools.command.errors import CliError
 
 RESULTS = "results.json"
-_NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py", "*.trace.json")
+_NAMES = (RESULTS, "*.html", "*.png", "plans.npz", "plans.jsonl", "documents.txt", "configuration.py")
 """Names and patterns of the files of a report."""
 
 
@@ -19,7 +19,7 @@ def check_folder(folder: Path) -> None:
     """Checks that a report may be written into a folder: its `results.json` is wlb's, or no file has a report's name.
 
     Raises:
-        CliError: There is such a file; the error names the first.
+        CliError: there is such a file; the error names the first.
     """
     if (folder / RESULTS).is_file() and {"command", "wlb"} <= set(_json(folder / RESULTS)):
         return
@@ -34,11 +34,11 @@ def replaces(path: Path, ours: Callable[[Path], bool]) -> bool:
     """Whether writing `path` replaces a file.
 
     Args:
-        path: File to write.
-        ours: Whether the command wrote a file.
+        path: file to write.
+        ours: whether the command wrote a file.
 
     Raises:
-        CliError: The path exists, and the command did not write it.
+        CliError: the path exists, and the command did not write it.
     """
     if not path.exists():
         return False

@@ -1,7 +1,7 @@
 //! The balancing kernel: bins are filled by a rule, then items are exchanged until the bins are level.
 //!
-//! Micro-batches are bins of documents, ranks are bins of groups. A plan for ranks, a plan of one global batch and a plan
-//! of a forest differ in what they balance, not in how.
+//! Micro-batches are bins of documents, ranks are bins of groups. Plans for ranks, of several columns and of forests
+//! differ in what they balance, not in how.
 
 mod bins;
 mod bundles;

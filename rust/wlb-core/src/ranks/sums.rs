@@ -80,8 +80,8 @@ fn sum(held: &[usize], costs: &[f64]) -> f64 {
     held.iter().map(|&j| costs[j]).sum()
 }
 
-/// The exchange of two ranks that moves a cost closest to `aim`, and by how much it misses it; the first one found that is within
-/// `enough` of it.
+/// The exchange of two ranks that moves a cost closest to `aim`, and by how much it misses `aim`; the first exchange
+/// found that is within `enough` of it.
 fn best(
     bins: &Bins,
     costs: &[f64],

@@ -5,13 +5,13 @@ mod options;
 mod price;
 mod reading;
 mod sample;
+mod search;
 mod thresholds;
 mod trials;
 mod tuned;
 
 pub use held_out::{FEWEST_BATCHES, ORDERS, halves, reordered};
 pub use options::{MAX_MEAN_DELAY, TuneOptions};
-pub use price::tune_delay_price;
 pub use sample::Sample;
-pub use thresholds::tune_outlier_thresholds;
+pub use search::tune;
 pub use tuned::{HeldOut, Tuned, TunedPoint};

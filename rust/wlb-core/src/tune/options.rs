@@ -11,6 +11,8 @@ pub struct TuneOptions {
     /// The packer to tune; `release`, `outlier_thresholds` and `delay_price` are ignored. It defines the size of a
     /// global batch.
     pub packer: PackerConfig,
+    /// Most thresholds to tune, 0 to 4; `None` tunes the price of delay of the adaptive rule instead.
+    pub num_queues: Option<usize>,
     /// Most mean delay of a token, in iterations; if documents come early, iterations before the turn count, too.
     pub max_mean_delay: f64,
     /// Most iterations by which a document may come before its turn ([`Packer::leads`](crate::stream::Packer::leads));

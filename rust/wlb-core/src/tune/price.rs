@@ -17,69 +17,18 @@ const COARSE_STEP: f64 = 1.5;
 /// Prices tried between the lowest that keeps the delay limit and the next lower one; each halves the gap.
 const BISECTIONS: u32 = 6;
 
-/// Runs the packer with [`Release::Adaptive`](crate::stream::Release::Adaptive) over the sample at many prices of
-/// delay.
-///
-/// It tries geometrically spaced prices and the default first, then prices near the one at which the delay passes the
-/// limit. The search is deterministic. One price is so high that no document waits that finds room, so there is always
-/// an answer. The best of many prices on the same steps is merely the luckiest, so each half of the documents
-/// ([`halves`](super::halves)) judges the prices found on the other. The prices that lose the least time on both halves
-/// (by the worse of their two ranks) and the default are then judged on other orders of all documents
-/// ([`reordered`](super::reordered)). If a half has less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches,
-/// the prices that lose the least time on all documents are judged, on the other orders alone.
-///
-/// # Arguments
-/// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
-/// * `options` - the packer, and the mean delay that is accepted.
-/// * `keep_going` - called before each run of the packer; false ends the search.
-///
-/// # Returns
-/// The price that loses the least time on the other orders, within the delay limit there and on the sample. It is the
-/// default, unless another price is better by 0.01 in every order and no worse on either half, with no worse a worst
-/// step there and on the sample. If the default exceeds the delay limit, the bound on the worst step holds if any price
-/// keeps it. If no price keeps the limit, the price with the least delay. Besides, the choices that no other beats on
-/// the sample.
-///
-/// # Errors
-/// The errors of [`tune_outlier_thresholds`](super::tune_outlier_thresholds); [`Error::Combination`] for several
-/// columns of costs.
+/// Tries geometrically spaced prices and the default first, then prices near the one at which the delay passes the
+/// limit. One price is so high that no document waits that finds room, so there is always an answer. The best of many
+/// prices on the same steps is merely the luckiest, so each half of the documents ([`halves`](super::halves)) judges
+/// the prices found on the other. The prices that lose the least time on both halves (by the worse of their two ranks)
+/// and the default are then judged on other orders of all documents ([`reordered`](super::reordered)). If a half has
+/// less than [`FEWEST_BATCHES`](super::FEWEST_BATCHES) global batches, the prices that lose the least time on all
+/// documents are judged, on the other orders alone.
 ///
 /// # Complexity
 /// One run of the packer over the sample for each of about 32 prices, another for each price within the limit, and
 /// three for each price that is judged (nine or more).
-///
-/// # Example
-/// ```
-/// use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
-/// use wlb_core::tune::{TuneOptions, tune_delay_price};
-/// use wlb_core::{CostModel, Lengths, Mask};
-///
-/// let packer = PackerConfig {
-///     num_micro_batches: 2,
-///     max_tokens: 1200,
-///     max_document_tokens: 1000,
-///     oversize: Oversize::Error,
-///     outlier_thresholds: Vec::new(),
-///     release: Release::Adaptive,
-///     delay_price: None,
-///     max_delay: Some(8),
-///     method: StreamMethod::VarLength,
-///     cost_model: Some(CostModel::analytic(1.0, 100.0, Mask::Causal)?),
-///     limits: None,
-///     shape: StepShape::default(),
-/// };
-/// let sample: Vec<i64> = (0..40).map(|i| [1000, 300, 200, 100][i % 4]).collect();
-/// let options = TuneOptions { packer, max_mean_delay: 1.0, max_early: 0 };
-/// let tuned = tune_delay_price(&Lengths::new("lengths", &sample)?, &options, &|| true)?;
-/// assert!(tuned.best.delay_mean <= 1.0 && tuned.best.delay_price.is_some());
-/// # Ok::<(), wlb_core::Error>(())
-/// ```
-pub fn tune_delay_price<'a>(
-    sample: impl Into<Sample<'a>>,
-    options: &TuneOptions,
-    keep_going: &dyn Fn() -> bool,
-) -> Result<Tuned> {
-    let sample = sample.into();
+pub(super) fn tune_price(sample: Sample<'_>, options: &TuneOptions, keep_going: &dyn Fn() -> bool) -> Result<Tuned> {
     if sample.costs.is_some_and(|costs| costs.columns > 1) {
         let requirement = "have several columns, and release=\"adaptive\" weighs one: tune thresholds for \
                            release=\"fifo\", or pass one column, the sum of those that take time";

@@ -17,41 +17,21 @@ const REFINEMENTS: u32 = 3;
 /// Mean delay, over the limit, up to which the neighbourhood of a choice is searched: a neighbour may keep the limit.
 const BEYOND: f64 = 1.1;
 
-/// Runs the packer over the sample under many choices of thresholds.
-///
-/// It tries every combination of up to `num_queues` geometrically spaced thresholds first. Then, for each number of
-/// levels, it halves the steps around two choices: the best one, and the best one whose delay is a little above the
-/// limit (delay falls in leaps as a threshold passes a common length). The search is deterministic. No queues at all is
-/// always among the choices, so there is always an answer; if no choice keeps the limit, it is the one with the least
-/// delay.
-///
-/// # Arguments
-/// * `sample` - documents in the order in which they would come, with their costs if the packer has no cost model.
-/// * `num_queues` - most levels of the queue, 0 to 4.
-/// * `options` - the packer, and the mean delay that is accepted.
-/// * `keep_going` - called before each run of the packer; false ends the search.
-///
-/// # Returns
-/// The thresholds with the least mean imbalance within the delay limit, and the choices that no other beats.
-///
-/// # Errors
-/// Those of [`PackerConfig::check`](crate::stream::PackerConfig::check),
-/// [`Error::OutOfRange`](crate::Error::OutOfRange) for `num_queues` (0 to 4) and `tokens_per_batch`,
-/// [`Error::Number`](crate::Error::Number) for `max_mean_delay`, and [`Error::Combination`](crate::Error::Combination)
-/// for a sample without documents or without costs; [`Error::Interrupted`](crate::Error::Interrupted) if `keep_going`
-/// said no; [`Error::Cell`](crate::Error::Cell) and
-/// [`Error::Column`](crate::Error::Column) for costs.
+/// Tries every combination of up to `num_queues` geometrically spaced thresholds first. Then, for each number of
+/// levels, halves the steps around two choices: the best one, and the best one whose delay is a little above the limit
+/// (delay falls in leaps as a threshold passes a common length). No queues at all is always among the choices, so there
+/// is always an answer; if no choice keeps the limit, it is the one with the least delay.
 ///
 /// # Complexity
 /// One run of the packer for each choice: 79 coarse choices for two queues, 299 for three.
-pub fn tune_outlier_thresholds<'a>(
-    sample: impl Into<Sample<'a>>,
+pub(super) fn tune_thresholds(
+    sample: Sample<'_>,
     num_queues: usize,
     options: &TuneOptions,
     keep_going: &dyn Fn() -> bool,
 ) -> Result<Tuned> {
     check_range("num_queues", saturating_i64(num_queues), 0, MAX_QUEUES as i64)?;
-    let mut search = Trials::new(sample.into(), options, keep_going)?;
+    let mut search = Trials::new(sample, options, keep_going)?;
     let longest = search.longest;
     // Strictly below the longest: a threshold there would hold a single length. Repeated division rounds the same on
     // every machine; a power does not.

@@ -30,8 +30,7 @@ impl<'a> Trials<'a> {
             let requirement = "must be a number, 0 or above";
             return Err(Error::Number { argument: "max_mean_delay", value: max_mean_delay, requirement });
         }
-        // Only the adaptive rule has a bound on the work of steps.
-        let adaptive = options.packer.shape.max_cost.is_some();
+        let adaptive = options.num_queues.is_none();
         let delay_price = Release::Adaptive.default_price().filter(|_| adaptive);
         let release = if adaptive { Release::Adaptive } else { Release::Fifo };
         let outlier_thresholds = Vec::new();
@@ -40,6 +39,10 @@ impl<'a> Trials<'a> {
         check_range("max_early", options.max_early, 0, MAX_EARLY)?;
         if options.max_early > 0 && config.cost_model.is_none() {
             let requirement = "needs a cost model: documents that bring their costs never come early";
+            return Err(Error::Combination { argument: "max_early", requirement });
+        }
+        if options.max_early > 0 && !adaptive {
+            let requirement = "holds for a delay price: leave num_queues out, or max_early at 0";
             return Err(Error::Combination { argument: "max_early", requirement });
         }
         let reading = Reading::new(sample, &config, options.max_early)?;

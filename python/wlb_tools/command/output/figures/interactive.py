@@ -1,22 +1,19 @@
-"""Interactive plotly pictures: the timelines of a step, and the choices that tuning tried."""
+"""The timelines of a step as an interactive plotly picture, drawn over the static one where scripts run."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 import wlb
-from wlb_tools.cluster.hardware import GIB
-from wlb_tools.command.output.figures.style import AXIS, GRID, IDLE, INK, PAPER, SOFT, STRIPES, WLB
+from wlb_tools.command.output.figures.style import AXIS, GRID, IDLE, INK, PAPER, SOFT, STRIPES
 from wlb_tools.command.output.figures.timeline import BARS, CRITICAL, GAP, LABELS, colours_of, unit_of
 from wlb_tools.command.output.report import Interactive
-from wlb_tools.command.words import counted, thresholds
-from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.command.words import counted
 from wlb_tools.simulation.outcome import Contents
-from wlb_tools.simulation.tuning import Kind
 
 MOST_OPS = 4000
 """Most ops of a picture: a browser draws about as many in a second."""
@@ -24,28 +21,7 @@ MOST_OPS = 4000
 _ROW = 26  # height of a rank's row in pixels
 _AXIS: dict[str, Any] = {"gridcolor": GRID, "linecolor": AXIS, "tickcolor": AXIS, "zeroline": False, "automargin": True}
 _CLEAR = "rgba(0,0,0,0)"
-
-
-def _layout(height: int, **more: Any) -> dict[str, Any]:
-    """The layout that all pictures share. No text is smaller than 12 px."""
-    return {
-        "height": height,
-        "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},
-        "paper_bgcolor": _CLEAR,
-        "plot_bgcolor": _CLEAR,
-        "margin": {"l": 8, "r": 8, "t": 36, "b": 8},  # buttons are at the top, the legend at the bottom
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 0,
-            "yref": "container",
-            "yanchor": "bottom",
-            "font": {"color": SOFT},
-        },
-        "hoverlabel": {"bgcolor": PAPER, "bordercolor": AXIS, "font": {"color": INK, "size": 13}, "align": "left"},
-        "modebar": {"bgcolor": _CLEAR, "color": SOFT, "activecolor": INK},
-        **more,
-    }
+_AT_BOTTOM = {"yref": "container", "yanchor": "bottom"}
 
 
 def interactive_timelines(
@@ -59,11 +35,11 @@ def interactive_timelines(
     """Timelines of a step, with a bar for each op. Pointing at a bar shows its rank, micro-batch and time.
 
     Args:
-        every: Timelines of all pipelines of a step.
-        contents: Documents of each pipeline, by micro-batch.
-        title: Title of the picture.
-        pipelines: Name of a pipeline, such as "DP".
-        numbers: Indices of the pipelines to draw, in this order.
+        every: timelines of all pipelines of a step.
+        contents: documents of each pipeline, by micro-batch.
+        title: title of the picture.
+        pipelines: name of a pipeline, such as "DP".
+        numbers: indices of the pipelines to draw, in this order.
 
     Returns:
         The picture, or None if there are more than `MOST_OPS` ops.
@@ -127,13 +103,20 @@ def interactive_timelines(
     return Interactive(
         title=title,
         data=[trace for trace in traces.values() if trace["x"]],
-        layout=_layout(
-            height,
-            barmode="overlay",
-            bargap=0,
-            xaxis=_AXIS
+        layout={
+            "height": height,
+            "font": {"family": "system-ui, sans-serif", "size": 12, "color": INK},  # no text is smaller
+            "paper_bgcolor": _CLEAR,
+            "plot_bgcolor": _CLEAR,
+            "margin": {"l": 8, "r": 8, "t": 36, "b": 8},  # buttons are at the top, the legend at the bottom
+            "legend": {"orientation": "h", "x": 0, "y": 0, "font": {"color": SOFT}, **_AT_BOTTOM},
+            "hoverlabel": {"bgcolor": PAPER, "bordercolor": AXIS, "font": {"color": INK, "size": 13}, "align": "left"},
+            "modebar": {"bgcolor": _CLEAR, "color": SOFT, "activecolor": INK},
+            "barmode": "overlay",
+            "bargap": 0,
+            "xaxis": _AXIS
             | {"title": {"text": f"time since the step began ({unit})"}, "range": [0, _rounded(step * scale) or 1]},
-            yaxis=_AXIS
+            "yaxis": _AXIS
             | {
                 "tickvals": list(ticks),
                 "ticktext": list(ticks.values()),
@@ -142,8 +125,8 @@ def interactive_timelines(
                 "showgrid": False,
                 "showline": False,
             },
-            dragmode="zoom",
-        ),
+            "dragmode": "zoom",
+        },
         narrow={"height": height + 70, "dragmode": False},  # a finger scrolls the page
         hint="Point at a bar for its micro-batch. Drag over a time, or press +, to zoom in; a double-click shows all.",
     )
@@ -193,83 +176,3 @@ def _documents(contents: Contents) -> str:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def interactive_choices(tuning: Tuning, colours: Mapping[Kind, str]) -> Interactive:
-    """Predicted speed against memory with queues, and against mean delay for every plan. Points show their settings."""
-
-    def speed(choice: Choice) -> float:
-        return choice.speedup(tuning.baseline, tuning.by)
-
-    def about(choice: Choice) -> str:
-        outcome = choice.outcome
-        price = choice.delay_price
-        waiting = f"thresholds {thresholds(choice.outlier_thresholds)}" if price is None else f"delay price {price:g}"
-        lines = (
-            f"<b>{KINDS[choice.kind]}</b>: {speed(choice):.3f} times the speed of Plain-4D (predicted)",
-            f"S_max {choice.max_tokens:,}, {waiting}, {choice.strategy} sharding",
-            f"imbalance of micro-batches {outcome.imbalance.mean():.3f}",
-            f"mean delay {choice.delay:.2f}, at most {outcome.run.tokens_by_delay.size - 1}",
-            f"{memory(choice):.1f} GiB on the fullest GPU",
-        )
-        return "<br>".join(lines)
-
-    def memory(choice: Choice) -> float:
-        return float(choice.outcome.memory.total.max()) / GIB
-
-    def points(choices: Sequence[Choice], along: Any, axis: str, **more: Any) -> dict[str, Any]:
-        return {
-            "type": "scatter",
-            "x": [_rounded(along(choice)) for choice in choices],
-            "y": [_rounded(speed(choice)) for choice in choices],
-            "hovertext": [about(choice) for choice in choices],
-            "hoverinfo": "text",
-            "xaxis": f"x{axis}",
-            "yaxis": f"y{axis}",
-            **more,
-        }
-
-    def delay(choice: Choice) -> float:
-        return choice.delay
-
-    kinds = {kind: [choice for choice in tuning.tried if choice.kind == kind] for kind in colours}
-    ring = {"size": 16, "color": _CLEAR, "line": {"color": INK, "width": 2}}
-    vertical = {"type": "line", "yref": "paper", "line": {"color": SOFT, "width": 1.4, "dash": "dash"}}
-    has = tuning.scenario.hardware.memory_bytes / GIB
-    limit = tuning.scenario.max_mean_delay
-
-    def shapes(first: tuple[float, float], second: tuple[float, float]) -> list[dict[str, Any]]:
-        return [
-            {**vertical, "xref": "x", "x0": has, "x1": has, "y0": first[0], "y1": first[1]},
-            {**vertical, "xref": "x2", "x0": limit, "x1": limit, "y0": second[0], "y1": second[1]},
-        ]
-
-    def axes(xs: Sequence[tuple[float, float]], ys: Sequence[tuple[float, float]]) -> dict[str, Any]:
-        texts = ("GiB of the fullest GPU (dashed: what it has)", "mean delay in iterations (dashed: the limit)")
-        made: dict[str, Any] = {}
-        for number, (text, x, y) in enumerate(zip(texts, xs, ys, strict=True), 1):
-            name = "" if number == 1 else str(number)
-            made[f"xaxis{name}"] = _AXIS | {"title": {"text": text}, "domain": x, "anchor": f"y{name}"}
-            made[f"yaxis{name}"] = _AXIS | {"title": {"text": "speed over Plain-4D"}, "domain": y, "anchor": f"x{name}"}
-        return made
-
-    whole = (0.0, 1.0)
-    beside = axes([(0, 0.38), (0.47, 1)], [whole, whole]) | {"shapes": shapes(whole, whole)}
-    low, high = (0.0, 0.42), (0.58, 1.0)
-    under = axes([whole, whole], [high, low]) | {"shapes": shapes(high, low)}
-    line: dict[str, Any] = {"mode": "lines+markers", "line": {"color": WLB, "width": 2}, "marker": {"size": 8}}
-    return Interactive(
-        title="What memory buys with queues, and what waiting buys with every plan that was tried",
-        data=[
-            points(tuning.by_memory, memory, "", name="S_max, with queues", **line),
-            *(
-                points(of, delay, "2", name=KINDS[kind], mode="markers", marker={"size": 8, "color": colours[kind]})
-                for kind, of in kinds.items()
-                if of
-            ),
-            points([tuning.best], delay, "2", name="chosen", mode="markers", marker=ring),
-        ],
-        layout=_layout(460, hovermode="closest", dragmode="zoom", **beside),
-        narrow={"height": 900, "dragmode": False, **under},
-        hint="Point at a plan for its settings. Drag over a part, or press +, to zoom in; a double-click shows all.",
-    )

@@ -12,7 +12,7 @@ from wlb_tools.command.output.figures.simulation import draw_simulation
 from wlb_tools.command.output.figures.timeline import draw_timelines
 from wlb_tools.simulation.words import describe
 
-__all__ = ["draw_front", "draw_methods", "draw_packing", "draw_shard", "draw_timelines"]
+__all__ = ["draw_methods", "draw_packing", "draw_timelines"]
 
 _DRAWN = 2000  # most documents drawn separately
 
@@ -35,35 +35,6 @@ def draw_packing(packing: wlb.Packing) -> Figure:
         ax.set(xlabel="micro-batch", ylabel="cost", ylim=(0, 1.2 * max(costs.max(), 1e-300)))
         ax.set_title(f"{documents:,} documents in {len(each):,} micro-batches: imbalance {packing.imbalance:.3f}")
         ax.legend(loc="upper right")
-    return figure
-
-
-def draw_shard(shard: wlb.Shard) -> Figure:
-    """A bar for each rank: its pairs of queries and keys."""
-    pairs = shard.pairs_per_rank
-    with style.drawing(9, 4) as figure:
-        ax = figure.subplots()
-        ax.bar(np.arange(shard.cp_size), pairs, width=0.8, color=style.WLB)
-        ax.axhline(pairs.mean(), color=style.ORIGINAL, label="mean", **style.DASHED)
-        ax.set(xlabel="context-parallel rank", ylabel="query-key pairs", ylim=(0, 1.2 * max(pairs.max(), 1)))
-        ax.set_title(f"{shard.strategy}: {shard.num_tokens:,} tokens over {shard.cp_size} ranks")
-        ax.legend(loc="upper right")
-    return figure
-
-
-def draw_front(found: wlb.TuneResult) -> Figure:
-    """The Pareto front of imbalance and mean delay."""
-    with style.drawing(9, 5) as figure:
-        ax = figure.subplots()
-        delay = [point.delay_mean for point in found.pareto]
-        ax.plot(
-            delay, [point.imbalance_p95 for point in found.pareto], "o--", color=style.WLB, lw=1.2, ms=4, label="p95"
-        )
-        ax.plot(delay, [point.imbalance_mean for point in found.pareto], "o-", color=style.WLB, label="mean")
-        ax.plot(found.best.delay_mean, found.best.imbalance_mean, mec=style.ORIGINAL, label="chosen", **style.RING)
-        ax.set(xlabel="mean delay of a token (iterations)", ylabel="imbalance", xlim=(0, None))
-        ax.set_title(f"What waiting buys: {found.evaluated:,} choices tried")
-        ax.legend()
     return figure
 
 

@@ -154,9 +154,9 @@ def svg(figure: Figure, name: str, label: str) -> str:
     """An `<svg>` element for a page that has the style sheet of `themes`.
 
     Args:
-        figure: Figure to draw. Its text stays text.
-        name: Prefix of all ids, which must be unique on a page.
-        label: Description for screen readers.
+        figure: figure to draw. Its text stays text.
+        name: prefix of all ids, which must be unique on a page.
+        label: description for screen readers.
     """
     out = StringIO()
     with matplotlib.rc_context(STYLE):

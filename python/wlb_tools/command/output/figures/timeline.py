@@ -63,11 +63,11 @@ def draw_timelines(
     Ops on the critical path of the slowest pipeline are underlined.
 
     Args:
-        timelines: Timeline of one pipeline, or of each data-parallel rank.
-        title: Title of the picture; default: the schedule, its time, and the share of idle time.
-        pipelines: Name of a pipeline, such as "DP".
-        numbers: Number of each pipeline; default: its index.
-        narrow: Whether the picture is for a phone.
+        timelines: timeline of one pipeline, or of each data-parallel rank.
+        title: title of the picture; default: the schedule, its time, and the share of idle time.
+        pipelines: name of a pipeline, such as "DP".
+        numbers: number of each pipeline; default: its index.
+        narrow: whether the picture is for a phone.
 
     Raises:
         WlbError: no timeline, or more than 64 rows.

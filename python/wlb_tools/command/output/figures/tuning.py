@@ -8,7 +8,7 @@ import wlb
 from wlb_tools.cluster.hardware import GIB
 from wlb_tools.command.output.figures import style
 from wlb_tools.command.words import waits
-from wlb_tools.simulation import KINDS, Choice, Tuning
+from wlb_tools.simulation import KINDS, VARIANTS, Choice, Tuning
 from wlb_tools.simulation.tuning import Kind
 
 KIND_COLOURS: dict[Kind, str] = dict(zip(KINDS, style.METHODS, strict=True))
@@ -71,7 +71,7 @@ def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
             tried = [(choice.delay, speed(choice)) for choice in tuning.tried if choice.kind == kind]
             if tried:
                 points_of_kind = zip(*tried, strict=True)
-                delay.plot(*points_of_kind, "o", ms=7, color=colour, label=KINDS[kind], mec="white", mew=0.6)
+                delay.plot(*points_of_kind, "o", ms=7, color=colour, label=VARIANTS[kind].title, mec="white", mew=0.6)
         at = (tuning.best.delay, speed(tuning.best))
         delay.plot(*at, mec=style.INK, **style.RING)
         delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=style.INK, weight="bold")

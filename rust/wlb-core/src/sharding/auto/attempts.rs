@@ -1,9 +1,9 @@
 //! Tries one share after the other until ranks are even.
 
+use super::key::Key;
 use super::layer::Layer;
 use super::parts::{ATTEMPTS, Parts, shares};
 use super::runs::Runs;
-use super::word::Word;
 
 /// Lays documents on ranks under one share after the other.
 pub(super) struct Attempts<'a, W> {
@@ -13,7 +13,7 @@ pub(super) struct Attempts<'a, W> {
     last: Option<(usize, u64)>,
 }
 
-impl<'a, W: Word> Attempts<'a, W> {
+impl<'a, W: Key> Attempts<'a, W> {
     pub(super) fn new(layer: Layer<'a, W>, parts: Parts<'a>) -> Self {
         Self { layer, parts, last: None }
     }

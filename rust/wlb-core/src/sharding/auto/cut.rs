@@ -6,9 +6,9 @@ use crate::longest_first::longest_first;
 use super::super::builder::Ranks;
 use super::super::per_document;
 use super::attempts::Attempts;
+use super::key::Format;
 use super::layer::Layer;
 use super::parts::Parts;
-use super::word::Format;
 
 /// Lays every document on as few ranks as possible without giving a rank more than `max_imbalance` times the mean
 /// pairs. If no share achieves that, the most even layout that was tried is taken; "every document on all ranks" is

@@ -2,8 +2,8 @@
 
 use crate::cost::Mask;
 
+use super::key::{Format, Key};
 use super::runs::Runs;
-use super::word::{Format, Word};
 
 /// Lays documents on ranks, attempt after attempt.
 pub(super) struct Layer<'a, W> {
@@ -21,10 +21,10 @@ pub(super) struct Layer<'a, W> {
     pub(super) runs: Runs,
 }
 
-impl<'a, W: Word> Layer<'a, W> {
+impl<'a, W: Key> Layer<'a, W> {
     pub(super) fn new(documents: &'a [(i32, u32)], mask: Mask, format: Format, tokens: u64, cp_size: usize) -> Self {
         let room = |rank: usize| tokens / cp_size as u64 + u64::from((rank as u64) < tokens % cp_size as u64);
-        let empty: Vec<W> = (0..cp_size).map(|rank| format.word(room(rank), rank)).collect();
+        let empty: Vec<W> = (0..cp_size).map(|rank| format.key(room(rank), rank)).collect();
         Self {
             documents,
             mask,
@@ -61,16 +61,16 @@ impl<'a, W: Word> Layer<'a, W> {
     fn lay_whole(&mut self, length: i32) -> Option<u64> {
         let Self { ranks, format, .. } = self;
         let from = ranks.iter().position(|&rank| format.room(rank) >= length as u64)?;
-        let word = ranks[from].plus(format.growth(self.mask.pairs(length), length));
+        let key = ranks[from].plus(format.growth(self.mask.pairs(length), length));
         // Ranks that now come before it move up, one by one: with so few ranks a binary search takes longer.
         let (mut at, mut next) = (from, from + 1);
-        while next < ranks.len() && ranks[next] < word {
+        while next < ranks.len() && ranks[next] < key {
             ranks[at] = ranks[next];
             (at, next) = (next, next + 1);
         }
-        ranks[at] = word;
-        self.runs.push(format.rank(word), length);
-        Some(format.pairs(word))
+        ranks[at] = key;
+        self.runs.push(format.rank(key), length);
+        Some(format.pairs(key))
     }
 
     /// Cuts a document for the `parts` ranks with the fewest pairs that have room for a part. Each rank's part comes
@@ -91,14 +91,14 @@ impl<'a, W: Word> Layer<'a, W> {
         let (fronts, backs) = self.runs.push_empty(2 * parts).split_at_mut(parts);
         let (mut start, mut end) = (0, length);
         let places = chosen.iter_mut().zip(fronts).zip(backs.iter_mut().rev());
-        for (place, ((word, front), back)) in places.enumerate() {
+        for (place, ((key, front), back)) in places.enumerate() {
             let tokens = each + i32::from(place < longer);
             let (before, after) = (tokens / 2, tokens - tokens / 2);
             end -= after;
             let pairs = mask.segment_pairs(start, before, length) + mask.segment_pairs(end, after, length);
             start += before;
-            *word = word.plus(format.growth(pairs, tokens));
-            let rank = format.rank(*word);
+            *key = key.plus(format.growth(pairs, tokens));
+            let rank = format.rank(*key);
             (*front, *back) = ((rank, before), (rank, after));
         }
 

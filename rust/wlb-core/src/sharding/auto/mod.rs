@@ -8,9 +8,9 @@
 
 mod attempts;
 mod cut;
+mod key;
 mod layer;
 mod parts;
 mod runs;
-mod word;
 
 pub(super) use cut::cut;

@@ -1,0 +1,171 @@
+"""Runs a model in float32 for a while, whatever precision it trains in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.nn.parallel import DistributedDataParallel
+
+from wlb.torch.layers import with_configs
+from wlb.torch.lazy import fsdp1, fsdp2
+
+EPS: Final = torch.finfo(torch.float32).eps
+
+
+class Precision:
+    """The precision in which a model trains, and a way to run the model in float32 instead.
+
+    Args:
+        model: all parts of the model on this rank.
+        stages: the pipeline stages that hold these parts, if there are any.
+        dtype: what the model computes in, if that is coarser than its parameters; None if nobody says.
+    """
+
+    def __init__(self, model: nn.Module, stages: Sequence[Any], dtype: torch.dtype | None) -> None:
+        self._model, self._stages = model, stages
+        self._half = [each for each in [*model.parameters(), *model.buffers()] if _is_coarse(each.dtype)]
+        self._policies = [each for each in model.modules() if isinstance(each, fsdp2()) and _policy(each).param_dtype]
+        self._flat = [each for each in model.modules() if isinstance(each, fsdp1()) and _mixed(each)]
+        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one.
+        self.has_float32 = (dtype is None or dtype.itemsize > 1) and not self._flat
+        self.is_float32 = not (self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype)))
+        self._in_float32 = False
+        self._is_ddp = any(isinstance(each, DistributedDataParallel) for each in model.modules())
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notices autocast of a training loop."""
+        enter = autocast.__enter__
+
+        def noticing(context: autocast) -> Any:
+            self.is_float32 &= not context._enabled
+            return enter(context)  # type: ignore[no-untyped-call]
+
+        with mock.patch.object(autocast, "__enter__", noticing):
+            yield
+
+    @contextmanager
+    def float32(self) -> Iterator[None]:
+        """Computes in float32: without autocast, TF32 and mixed precision, on float32 copies of 16-bit weights.
+
+        Flash attention, which has no float32, is exchanged for torch's own. DistributedDataParallel does not exchange
+        gradients of the copies (`exchange` does), because its buckets are 16-bit.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_without_autocast())
+            stack.enter_context(_highest())
+            for values in _flash_configs(self._model):
+                stack.enter_context(mock.patch.dict(values, _attn_implementation_internal="sdpa"))
+            kept: list[tuple[Tensor, Tensor]] = []
+            if self._half:
+                for module in self._model.modules():
+                    if isinstance(module, fsdp2()):
+                        module.reshard()
+                    if isinstance(module, DistributedDataParallel):
+                        stack.enter_context(mock.patch.object(module, "require_backward_grad_sync", False))
+                for stage in self._stages:
+                    stack.enter_context(mock.patch.object(stage, "dtype", torch.float32))
+                with torch.no_grad():
+                    for tensor in self._half:
+                        kept.append((tensor, tensor.data))
+                        tensor.data = tensor.data.float()
+            for module in self._policies:
+                policies = [_policy(module), *(each.mp_policy for each in _sharded(module))]
+                for policy in {id(each): each for each in policies}.values():
+                    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+                        stack.callback(object.__setattr__, policy, name, getattr(policy, name))
+                        object.__setattr__(policy, name, None)
+            _reset(self._model)
+            self._in_float32 = True
+            try:
+                yield
+            finally:
+                self._in_float32 = False
+                for tensor, before in kept:
+                    tensor.grad = None
+                    tensor.data = before
+        _reset(self._model)
+
+    def exchange(self, gradients: Sequence[Tensor | None]) -> None:
+        """Averages gradients over the ranks of DistributedDataParallel, which does not do it for float32 copies."""
+        if not (self._in_float32 and self._half and self._is_ddp):
+            return
+        number = {id(parameter): place for place, parameter in enumerate(self._model.parameters())}
+        for module in self._model.modules():
+            if isinstance(module, DistributedDataParallel):
+                for parameter in module._module_parameters:
+                    gradient = gradients[number[id(parameter)]]
+                    if gradient is not None:
+                        dist.all_reduce(gradient, group=module.process_group)
+                        gradient /= module.process_group.size()
+
+
+def _is_coarse(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize < 4
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    enter = autocast.__enter__
+
+    def off(context: autocast) -> Any:
+        with mock.patch.object(context, "_enabled", False):
+            return enter(context)  # type: ignore[no-untyped-call]
+
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack, mock.patch.object(autocast, "__enter__", off):
+        for kind in kinds:
+            stack.enter_context(autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
+def _highest() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _flash_configs(model: nn.Module) -> list[dict[str, Any]]:
+    """Attributes of configurations that choose flash attention."""
+    found = {id(values): values for module in model.modules() for _, values in with_configs(module)}
+    name = "_attn_implementation_internal"
+    return [values for values in found.values() if "flash" in str(values.get(name, ""))]
+
+
+def _policy(module: Any) -> Any:
+    return module._get_fsdp_state()._mp_policy
+
+
+def _mixed(module: Any) -> bool:
+    handle = module._handle
+    return handle is not None and _is_coarse(handle._fwd_bwd_param_dtype)
+
+
+def _sharded(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [each for group in groups if group is not None for each in group.fsdp_params]
+
+
+def _reset(model: nn.Module) -> None:
+    """Makes `fully_shard` look at the types of its parameters again."""
+    for module in model.modules():
+        if isinstance(module, fsdp2()):
+            state: Any = module._get_fsdp_state()
+            for each in _sharded(module):
+                each.reset_sharded_param()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in groups:
+                if group is not None:
+                    group._init_mp_dtypes()
