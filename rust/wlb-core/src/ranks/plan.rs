@@ -112,6 +112,9 @@ fn gcd(a: usize, b: usize) -> usize {
 /// The documents of each micro-batch of each rank, in schedule order.
 pub(super) type Contents = Vec<Vec<Vec<u32>>>;
 
+/// Micro-batches, those of each rank, and the time of the step.
+type Plan<'a> = (Bins<'a>, Vec<Vec<usize>>, f64);
+
 /// A global batch and the constraints on its plan.
 pub(super) struct Batch<'a> {
     options: &'a RankOptions,
@@ -250,37 +253,39 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => rounds::targets(&self.items, dp_size, rounds),
         };
         let mean = targets.iter().sum::<f64>() / rounds as f64;
-        let (mut bins, mut ranks) = if self.members.is_empty() {
-            let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
-            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
-            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
-            (bins, ranks)
-        } else {
-            self.by_rank(&targets, mean)?
-        };
-        let level = |bins: &mut Bins, ranks: &mut [Vec<usize>]| match sync {
-            Sync::Step => self.level_sums(bins, ranks, mean),
-            Sync::MicroBatch => self.level_rounds(bins, ranks, mean),
-        };
         let most = match sync {
             Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
             Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
         };
-        level(&mut bins, &mut ranks);
+        let mut plans: Vec<Plan> = Vec::new();
+        if self.members.is_empty() {
+            let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
+            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
+            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
+            plans.push(self.levelled(bins, ranks, mean));
+        }
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
-        // or if micro-batches are full. Then a plan that bins out to ranks first is tried, too.
-        let longest = self.longest(&bins, &ranks);
-        if self.members.is_empty()
-            && longest > most
-            && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
-        {
-            level(&mut others, &mut held);
-            if self.longest(&others, &held) < longest {
-                (bins, ranks) = (others, held);
+        // or if micro-batches are full. Then plans that share out to ranks first are tried, too. Exchanges of two for
+        // two make ranks more even, and sometimes so full that their documents find no room.
+        for sizes in [&[Size::One][..], &[Size::One, Size::Two]] {
+            if plans.iter().all(|&(.., step)| step > most) {
+                let others = self.by_rank(&targets, mean, sizes);
+                plans.extend(others.map(|(bins, ranks)| self.levelled(bins, ranks, mean)));
             }
         }
+        let (bins, ranks, _) = plans.into_iter().min_by(|a, b| a.2.total_cmp(&b.2))?;
         let documents = |&j: &usize| bins.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
+    }
+
+    /// The plan after exchanges, in schedule order, and its step.
+    fn levelled<'b>(&self, mut bins: Bins<'b>, mut ranks: Vec<Vec<usize>>, mean: f64) -> Plan<'b> {
+        match self.sync {
+            Sync::Step => self.level_sums(&mut bins, &mut ranks, mean),
+            Sync::MicroBatch => self.level_rounds(&mut bins, &mut ranks, mean),
+        }
+        let step = self.longest(&bins, &ranks);
+        (bins, ranks, step)
     }
 
     /// Whether documents may go from rank to rank.
@@ -373,20 +378,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    ///
-    /// Exchanges of two for two make ranks more even, and sometimes so full that their documents find no room.
-    fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let plans = [&[Size::One][..], &[Size::One, Size::Two]].map(|sizes| self.filled_by_rank(targets, mean, sizes));
-        let step = |(bins, ranks): &(Bins<'_>, Vec<Vec<usize>>)| self.longest(bins, ranks);
-        plans.into_iter().flatten().reduce(|best, other| if step(&other) < step(&best) { other } else { best })
-    }
-
-    fn filled_by_rank(
-        &self,
-        targets: &[f64],
-        mean: f64,
-        sizes: &'static [Size],
-    ) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+    fn by_rank(&self, targets: &[f64], mean: f64, sizes: &'static [Size]) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
         let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, sizes)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
