@@ -39,9 +39,11 @@ const ANY: i64 = 1 << 31;
 ///
 /// # Returns
 /// A packing that lists the micro-batches of the first rank in schedule order, then those of the second, and so on;
-/// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number, else as few as
-/// were found to hold the documents, or with [`Sync::Step`] one more if that makes the step 5 % shorter. No micro-batch
-/// is empty if its rank has at least as many documents as micro-batches.
+/// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number; or as few as were
+/// found to hold the documents; or, unless [`RankOptions::fewest`] is set, up to two more, each of which makes the step
+/// 1 % shorter (or shorter at all, if the cost model says what a micro-batch costs besides its documents). No
+/// micro-batch is empty if its rank has at least as many documents as micro-batches. With [`Sync::MicroBatch`] the step
+/// is never longer than that of the plan for [`Sync::Step`], the heaviest micro-batches of all ranks together.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
@@ -202,8 +204,9 @@ impl<'a> Batch<'a> {
         self.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or(refused)
     }
 
-    /// The best plan. If ranks wait in every micro-batch, that is never longer than the plan for ranks that wait once
-    /// a step: few groups on each rank leave rounds uneven, and then even ranks matter more than even micro-batches.
+    /// The best plan: of the fewest rounds if asked for, then of the shortest step. If ranks wait in every micro-batch,
+    /// it is never longer than the plan for ranks that wait once a step: few groups on each rank leave rounds uneven,
+    /// and then even ranks matter more than even micro-batches.
     fn best(&mut self) -> Result<(usize, Contents)> {
         let own = self.planned();
         if self.sync == Sync::Step || self.options.dp_size() == 1 {
@@ -213,8 +216,10 @@ impl<'a> Batch<'a> {
         let other = self.planned().map(|(rounds, plan)| (rounds, self.in_rounds(plan)));
         self.sync = Sync::MicroBatch;
         let (Ok(own), Ok(other)) = (&own, &other) else { return own.or(other) };
-        let step = |(_, plan): &(usize, Contents)| self.step(plan, Sync::MicroBatch);
-        Ok(if step(other) < step(own) { other.clone() } else { own.clone() })
+        let worth = |&(rounds, ref plan): &(usize, Contents)| {
+            (if self.options.fewest { rounds } else { 0 }, self.step(plan, Sync::MicroBatch))
+        };
+        Ok(if worth(other) < worth(own) { other.clone() } else { own.clone() })
     }
 
     /// The same micro-batches on the same ranks, such that the heaviest of all ranks run together.

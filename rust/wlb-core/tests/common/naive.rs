@@ -353,7 +353,7 @@ impl Held<'_> {
 
     /// Exchanges until there is none, the heaviest is low enough, or all steps are taken.
     fn exchange(&mut self, low: f64) {
-        let mut steps = STEPS;
+        let mut steps = STEPS + self.lengths.len();
         loop {
             let mut lightest: Vec<usize> = (0..self.loads.len()).collect();
             lightest.sort_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]));
@@ -379,7 +379,7 @@ impl Held<'_> {
     fn best(&self, [heavy, light]: [usize; 2], most: usize, steps: &mut usize) -> Option<[Vec<usize>; 2]> {
         let aim = (self.loads[heavy] - self.loads[light]) / 2.0;
         let pairs: usize = [heavy, light].iter().map(|&j| self.inside(j).len().pow(2) / 2).sum();
-        if aim <= 0.0 || most == 2 && pairs > STEPS {
+        if aim <= 0.0 || most == 2 && pairs > PAIRS {
             return None;
         }
         let (has, offers) = (self.bundles(heavy, most), self.bundles(light, most));
@@ -419,9 +419,11 @@ impl Held<'_> {
     }
 }
 
-/// Steps of all exchanges of a plan, and partners that the heaviest micro-batch tries.
-const STEPS: usize = 1024;
-const PARTNERS: usize = 8;
+/// Steps of all exchanges of a plan, besides one for each document; partners that the heaviest micro-batch tries; most
+/// pairs in two micro-batches for which two are exchanged for two.
+const STEPS: usize = 256;
+const PARTNERS: usize = 4;
+const PAIRS: usize = 256;
 
 /// The queues of a new packer: a level a threshold, or the one in which any document may wait.
 fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {

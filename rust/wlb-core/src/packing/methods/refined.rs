@@ -14,12 +14,16 @@ use super::var_length;
 const CLOSE: f64 = 1.0001;
 /// Documents are exchanged until the maximum is at most this multiple of the lower bound.
 const NEAR: f64 = 1.0005;
-/// Target of [`Rule::SteepestWithin`] if documents are left over: this part of the way from the lower bound to the maximum.
+/// Target of [`Rule::SteepestWithin`] if documents are left over: this part of the way from the lower bound to the
+/// maximum.
 const RAISED: f64 = 0.75;
 /// Number of partners that the heaviest micro-batch tries, from the lightest on.
-const PARTNERS: usize = 8;
-/// Most steps of exchanges.
-const STEPS: usize = 1 << 10;
+const PARTNERS: usize = 4;
+/// Most steps of exchanges, besides one for each document. A step takes about ten nanoseconds.
+const STEPS: usize = 1 << 8;
+/// Most pairs of documents in two micro-batches for which two are exchanged for two: with more documents in a
+/// micro-batch, one for one is enough.
+const PAIRS: usize = 1 << 8;
 
 /// Algorithm 1, then [`refine`].
 ///
@@ -48,10 +52,10 @@ pub(crate) fn refine(start: Placement, lengths: &[i32], costs: &[f64], max_token
 /// Improves a placement; `items` are the documents, costliest first.
 ///
 /// If every micro-batch has spare tokens, `start` is nearly optimal, and only exchanges follow. If tokens run out,
-/// Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full; [`Rule::SteepestWithin`] looks at
-/// both from the first document on. Its target is the lower bound, or more if documents are left over: with a higher
-/// target more of them find room, which matters more than balance. Exchanges then make the heaviest micro-batch of the
-/// better plan lighter.
+/// Algorithm 1 goes wrong early, because it looks at cost alone until a micro-batch is full; [`Rule::SteepestWithin`]
+/// looks at both from the first document on. Its target is the lower bound, or more if documents are left over: with a
+/// higher target more of them find room, which matters more than balance. Exchanges then make the heaviest micro-batch
+/// of the better plan lighter.
 fn improve(start: Placement, max_tokens: i32, items: impl FnOnce() -> Vec<Item>) -> Placement {
     let (ceiling, empty, count) = (start.max_cost(), start.empty_cost(), start.costs.len());
     let mean = start.costs.iter().sum::<f64>() / count as f64;
@@ -93,8 +97,8 @@ fn improve(start: Placement, max_tokens: i32, items: impl FnOnce() -> Vec<Item>)
     let all: Vec<usize> = (0..count).collect();
     let sizes = &[Size::One, Size::Two];
     let rules = Rules { low: bound * (NEAR - 1.0), sizes, sets_aside: false, ..Rules::new(0.0, PARTNERS) };
-    let mut search = Leveller::new(STEPS, false);
-    search.most_pairs = STEPS;
+    let mut search = Leveller::new(STEPS + items.len(), false);
+    search.most_pairs = PAIRS;
     search.exchange(&mut best, &all, &rules);
 
     let mut placement = start.emptied();
