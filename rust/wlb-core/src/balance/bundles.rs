@@ -181,14 +181,14 @@ impl Teams for Among<'_, '_> {
         self.search.steps == 0
     }
 
-    fn best(&mut self, pair: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Exchange)> {
+    fn best(&mut self, pair: [usize; 2], size: Size, least: Option<f64>) -> Option<(f64, Exchange)> {
         let [heavy, light] = pair.map(|team| self.load(team));
         if heavy - light <= self.close {
             return None;
         }
         let aim = (heavy - light) / 2.0;
         // Both end at least a little below the heavier bin's load, so the search ends in spite of rounding.
-        let below = aim * (1.0 - 1e-6);
+        let below = least.map_or(f64::INFINITY, |least| least - light - aim).min(aim * (1.0 - 1e-6));
         let found = self.search.find(self.bins, pair.map(|team| self.among[team]), size, aim, below)?;
         Some((light + aim + found.error, found))
     }

@@ -6,7 +6,7 @@
 //! judged by the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like
 //! documents.
 
-use crate::balance::{Item, Size, WORTH_A_ROUND, fewest, more, sort};
+use crate::balance::{Item, WORTH_A_ROUND, fewest, more, sort};
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -454,7 +454,7 @@ impl<'a> Batch<'a> {
             documents: self.limits.documents.saturating_mul(rounds).min(1 << 31) as i64,
             equal_documents: self.options.equal_documents,
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
-            sizes: &[Size::One],
+            thorough: false,
         };
         let part = |&place: &u32| parts[items[place as usize].index as usize].clone();
         let of_rank = |held: &Vec<u32>| held.iter().flat_map(part).collect();

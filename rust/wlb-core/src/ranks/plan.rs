@@ -5,7 +5,7 @@
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
 //! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, Size, WORTH_A_ROUND, documents, fewest, more};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, WORTH_A_ROUND, documents, fewest, more};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
@@ -17,15 +17,13 @@ use crate::packing::{deal, light_ends};
 
 use super::groups::{groups, members};
 use super::options::RankOptions;
-use super::share_out::{Shared, share_out};
+use super::share_out::{STEPS, Shared, share_out};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
 const CLOSE: f64 = 1e-4;
 /// Sums of ranks count as level if they differ by at most this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
-/// Most exchanges tried to level micro-batches, and again to level ranks: a tenth of a millisecond.
-pub(super) const STEPS: usize = 1 << 15;
 /// If rounds take longer than their target by this part, a plan rank by rank is tried, too.
 const UNEVEN: f64 = 0.03;
 /// Stands for "no limit" on rounds or documents: more than any batch has, and far from overflow.
@@ -149,7 +147,7 @@ impl<'a> Batch<'a> {
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
         let (sync, micro_batch) = (options.sync(), 0.0);
         let batch = Self { options, items, places, members, groups, limits, sync, micro_batch, start: None };
-        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, &[]).is_none() {
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, false).is_none() {
             let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
@@ -270,11 +268,11 @@ impl<'a> Batch<'a> {
             plans.push(self.levelled(bins, ranks, mean));
         }
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
-        // or if micro-batches are full. Then plans that share out to ranks first are tried, too. Exchanges of two for
-        // two make ranks more even, and sometimes so full that their documents find no room.
-        for sizes in [&[Size::One][..], &[Size::One, Size::Two]] {
+        // or if micro-batches are full. Then plans that share out to ranks first are tried, too. A thorough search
+        // makes ranks more even, and sometimes so full that their documents find no room.
+        for thorough in [false, true] {
             if plans.iter().all(|&(.., step)| step > most) {
-                let others = self.by_rank(&targets, mean, sizes);
+                let others = self.by_rank(&targets, mean, thorough);
                 plans.extend(others.map(|(bins, ranks)| self.levelled(bins, ranks, mean)));
             }
         }
@@ -370,21 +368,21 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize, close: f64, sizes: &'static [Size]) -> Option<Bins<'_>> {
+    fn shared_out(&self, rounds: usize, close: f64, thorough: bool) -> Option<Bins<'_>> {
         let shared = Shared {
             ranks: self.options.dp_size(),
             tokens: self.limits.tokens * rounds as i64,
             documents: self.limits.documents * rounds as i64,
             equal_documents: self.options.equal_documents,
             close,
-            sizes,
+            thorough,
         };
         share_out(if self.members.is_empty() { &self.items } else { &self.groups }, &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    fn by_rank(&self, targets: &[f64], mean: f64, sizes: &'static [Size]) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, sizes)?;
+    fn by_rank(&self, targets: &[f64], mean: f64, thorough: bool) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, thorough)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut bins = Bins::new(&self.items, self.limits, &held_targets);

@@ -2,8 +2,8 @@
 
 use crate::balance::{Bins, Item, Leveller, Limits, Rule, Rules, Size};
 
-use super::plan::STEPS;
-
+/// Most steps of exchanges: a tenth of a millisecond.
+pub(super) const STEPS: usize = 1 << 15;
 /// Number of partners with which a rank tries to exchange.
 const PARTNERS: usize = 12;
 /// Most pairs of groups on two ranks for which two are exchanged for two: with many groups on a rank, one for one is
@@ -22,8 +22,9 @@ pub(crate) struct Shared {
     pub(crate) equal_documents: bool,
     /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
-    /// Sizes of exchanges.
-    pub(crate) sizes: &'static [Size],
+    /// Whether the best exchange of all partners is made, not that of the first partner that has one, and, if nobody
+    /// has one, of two for two.
+    pub(crate) thorough: bool,
 }
 
 /// Items on ranks, with costs as level as exchanges make them; `None` if no way was found.
@@ -41,7 +42,10 @@ pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'
         return None;
     }
     let all: Vec<usize> = (0..shared.ranks).collect();
-    let rules = Rules { sizes: shared.sizes, ..Rules::new(shared.close, PARTNERS) };
+    let mut rules = Rules::new(shared.close, PARTNERS);
+    if shared.thorough {
+        rules = Rules { sizes: &[Size::One, Size::Two], enough: f64::NEG_INFINITY, ..rules };
+    }
     let mut search = Leveller::new(STEPS, shared.equal_documents);
     search.most_pairs = PAIRS;
     search.exchange(&mut bins, &all, &rules);
