@@ -125,12 +125,14 @@ $(VENV)/wheels/%: $(VENV)/bin/maturin $(SOURCES)
 	rm -rf $@
 	$(BIN)/maturin build --locked --profile $* --out $@
 
-# An extra of pyproject.toml with a wheel. `dev` is compiled for tests, with every check; `release` is what users get.
+# An extra or a group of pyproject.toml with a wheel. `dev` is compiled for tests, with every check; `release` is what
+# users get.
+EXTRAS := cli examples
 define install
-	$(call say,Installing what wlb[$(2)] needs)
+	$(call say,Installing wlb and what its $(2) need)
 	rm -f $(VENV)/.$(filter-out $(1),dev release)-*
 	$(BIN)/python -m pip install --force-reinstall --no-deps $(VENV)/wheels/$(1)/*.whl
-	$(BIN)/python -m pip install "$$(echo $(VENV)/wheels/$(1)/*.whl)[$(2)]"
+	$(BIN)/python -m pip install "$$(echo $(VENV)/wheels/$(1)/*.whl)$(if $(filter $(2),$(EXTRAS)),[$(2)]" ," --group $(2))
 	touch $@
 endef
 
@@ -148,14 +150,14 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/bin/maturin
 # What cannot be installed is missing: the benches name it.
 $(VENV)/.release-peers: $(VENV)/.release-bench
 	$(call say,Installing peers to compare with)
-	$(BIN)/python -m pip install "$$(echo $(VENV)/wheels/release/*.whl)[peers]" || true
+	$(BIN)/python -m pip install $(VENV)/wheels/release/*.whl --group peers || true
 	touch $@
 
 $(TRAINERS)/.wlb: $(SOURCES)
 	$(call say,Installing the trainers of others takes minutes)
 	$(PYTHON) -m venv $(TRAINERS)
 	$(TRAINERS)/bin/python -m pip install --upgrade pip
-	$(TRAINERS)/bin/python -m pip install '.[test,trainers]'
+	$(TRAINERS)/bin/python -m pip install . --group test --group trainers
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
 	$(TRAINERS)/bin/python -m pip install tensordict ray pandas codetiming hydra-core peft dill || true
 	$(TRAINERS)/bin/python -m pip install --no-deps verl || true

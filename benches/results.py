@@ -41,6 +41,7 @@ def refined(record: Row) -> Iterator[str]:
 
 
 PAGES: dict[str, tuple[str, str, str]] = {
+    "gains": ("gains.md", "What wlb gains, by how you train", "python -m benches.gains"),
     "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
     "forests": ("forests.md", "Planners that share prefixes, beside wlb", "python -m benches.forests"),
     "engine": ("engine.md", "How fast plans are made", "make bench"),

@@ -248,3 +248,14 @@ def test_comments_of_rust_are_no_longer_than_its_lines() -> None:
         for line in path.read_text().splitlines():
             comment = line.lstrip()
             assert len(line) <= 120 or not comment.startswith("//") or comment.startswith("//! |"), f"{path}: {line}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """In an order of its own: what most people call comes first."""
+    import wlb
+
+    listed = re.search(r"members: \[(.*?)\]", (ROOT / "docs" / "reference" / "wlb.md").read_text(), re.DOTALL)
+    assert listed is not None
+    names = [name.strip() for name in listed[1].split(",")]
+    assert sorted(names) == sorted({*wlb.__all__} - {"__version__"})
+    assert names[0] == "pack"

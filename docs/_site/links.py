@@ -1,4 +1,4 @@
-"""For the site: links that leave docs/ become plain text, and every page is there as Markdown, too.
+"""For the site: the README on its front page, links that leave docs/ as plain text, and every page as Markdown, too.
 
 `llms.txt` lists the pages with their first sentences (https://llmstxt.org).
 """
@@ -14,9 +14,23 @@ pages: dict[str, tuple[str, str, str]] = {}
 """By address: title, first sentence, text."""
 
 
+README = "<!-- the README, to where it says what to read on -->"
+
+
+def front(docs: Path) -> str:
+    """What the README says, with links as they are on the site."""
+    text = (docs.parent / "README.md").read_text().partition("\n")[2].partition("## Read on")[0]
+    return re.sub(r"\]\((?!https?:|#)([^)\s]+)\)", lambda link: f"]({_on_site(link[1])})", text).strip()
+
+
+def _on_site(path: str) -> str:
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"../{path}"
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """The page without links to files that are not on the site; kept for `on_post_build`."""
     docs = Path(config["docs_dir"]).resolve()
+    markdown = markdown.replace(README, front(docs))
     folder = (docs / page.file.src_uri).parent
 
     def inside(link: re.Match[str]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from fractions import Fraction
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,9 @@ from numpy.typing import NDArray
 from wlb._core import Packer, Packing, WlbError
 from wlb._errors import check_integer, error
 from wlb._warned import warn
+
+ROOM: Final = Fraction(5, 4)
+"""Capacity of a step's micro-batches, divided by the tokens of the step; leaves room to balance any documents."""
 
 
 @dataclass(frozen=True)
@@ -268,3 +273,20 @@ def check_max_early(max_early: int, packer: Packer) -> None:
     if max_early and (packer.release != "adaptive" or packer.cost_model is None):
         message = f'= {max_early}: needs a packer with release="adaptive" and a cost model'
         raise error("max_early", message, value=max_early)
+
+
+def step_tokens(held: int) -> int:
+    """Tokens of a step whose micro-batches hold at most `held` tokens together, with some room."""
+    return max(1, math.floor(held / ROOM))
+
+
+def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1) -> int:
+    """Fewest micro-batches of a rank for a step of this many tokens, with some room.
+
+    Args:
+        tokens: of the step, on all ranks.
+        ranks: number of data-parallel ranks.
+        max_tokens: most tokens of a micro-batch.
+        together: the number of micro-batches is a multiple of it.
+    """
+    return max(1, math.ceil(ROOM * tokens / (ranks * max_tokens * together))) * together

@@ -964,3 +964,19 @@ def test_blocks_that_layers_have_in_common() -> None:
         deepseek.shape()
     assert isinstance(read(CASES["llama"].config()).stack[0].blocks[0], Attention)
     assert isinstance(read(CASES["llama"].config()).stack[0].blocks[1], FeedForward)
+
+
+def test_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    snapshot = tmp_path / "models--some--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    config = {"model_type": "llama", "vocab_size": 2000, **sizes}
+    (snapshot / "config.json").write_text(json.dumps(config))
+    (tmp_path / "models--some--name" / "refs").mkdir()
+    (tmp_path / "models--some--name" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert wlb.ModelConfig.from_hugging_face("some/name") == wlb.ModelConfig.from_hugging_face(config)
+    with pytest.raises(wlb.WlbError, match="config 'other/name' is no file, nor is it in the hub's cache"):
+        wlb.ModelConfig.from_hugging_face("other/name")

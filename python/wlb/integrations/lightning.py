@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
+from wlb.filling import micro_batches
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
@@ -33,7 +34,7 @@ from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.agreement import agree
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
-from wlb.torch.data.loading import Loading, micro_batches
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.state import Snapshot, field
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics

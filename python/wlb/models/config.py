@@ -184,14 +184,15 @@ class ModelConfig:
         Whatever would change FLOPs or parameters and is not known here is refused by name rather than priced wrongly.
 
         Args:
-            config: a transformers config; a dict; a path of a `config.json` or of its folder. A type that no
-                family here describes is built by transformers on the meta device and counted module by module;
+            config: a transformers config; a dict; a path of a `config.json` or of its folder; or a name on the hub,
+                such as "meta-llama/Llama-3.1-8B", whose file comes from the hub's cache or is downloaded. A type that
+                no family here describes is built by transformers on the meta device and counted module by module;
                 `assumptions` then says what was assumed.
             multi_token_prediction: the heads of multi-token prediction that the config counts are trained as well.
 
         Raises:
-            WlbError: the file cannot be read; a key is missing, of the wrong type or contradicts another; or a model
-                type or feature is not known.
+            WlbError: the file cannot be read or had; a key is missing, of the wrong type or contradicts another; or a
+                model type or feature is not known.
         """
         check_bool("multi_token_prediction", multi_token_prediction)
         return cls(**_by_sizes(read(config, multi_token_prediction=multi_token_prediction)))

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,7 +43,10 @@ def read(config: Source, *, multi_token_prediction: bool) -> dict[str, Any]:
     elif isinstance(config, PretrainedConfig):
         content = config.to_dict()
     elif isinstance(config, str | os.PathLike):
-        content, where = _read_json(Path(config)), f"{os.fspath(config)!r} "
+        path = Path(config)
+        if isinstance(config, str) and _ON_HUB.fullmatch(config) and not path.exists():
+            path = _from_hub(config)
+        content, where = _read_json(path), f"{os.fspath(config)!r} "
     else:
         message = f"is a {type(config).__name__}: must be a transformers config, a dict, or the path of a config.json"
         raise error("config", message, value=config)
@@ -305,6 +309,28 @@ _NESTED_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 32000,
     },
 }
+
+
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)")
+
+
+def _from_hub(name: str) -> Path:
+    """The config.json of a model on the hub, from the local cache or downloaded."""
+    problem = f"{name!r} is no file"
+    try:
+        hub = import_module("huggingface_hub")
+    except ImportError:
+        raise error("config", f"{problem}; for names on the hub: pip install huggingface_hub", value=name) from None
+    try:
+        found = hub.try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return Path(found)
+        hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
+        return Path(hub.hf_hub_download(name, "config.json"))
+    except Exception as cause:  # of many types: no network, unknown name, no permission
+        said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        message = f"{problem}, nor is it in the hub's cache, nor could it be had: {said}"
+        raise error("config", message, value=name) from None
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

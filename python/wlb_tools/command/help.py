@@ -16,7 +16,7 @@ EXAMPLES = {
     "": ("wlb demo", "wlb advise corpus.jsonl --gpus 64 --tp 8 --tokenizer tokenizer.json"),
     "demo": ("wlb demo", "wlb demo corpus.jsonl --context 32k --tokenizer tokenizer.json"),
     "lengths": ("wlb lengths corpus.parquet --tokenizer tokenizer.json --output lengths.npy",),
-    "advise": ("wlb advise lengths.npy --model llama3-8b --gpus 64 --tp 8 --trainer trl",),
+    "advise": ("wlb advise lengths.npy --model llama3-8b --gpus 64 --tp 8 --trainer megatron",),
     "pack": ("wlb pack lengths.npy --micro-batches 16 --context 32k --dp-size 4 -o plans",),
     "profile": ("wlb profile --model llama3-8b --tp 8 --output h100.json",),
     "fit": ("wlb fit timings.jsonl --output run.cost.json",),

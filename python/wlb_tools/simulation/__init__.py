@@ -3,6 +3,7 @@
 from wlb._choices import Schedule
 from wlb_tools.simulation.balance import ATTENTION_RATES
 from wlb_tools.simulation.layouts import LayoutSearch, search_layouts
+from wlb_tools.simulation.loader_plans import LoaderTuning, tune_loader
 from wlb_tools.simulation.outcome import ATTRIBUTION, Outcome
 from wlb_tools.simulation.planner import planner_options
 from wlb_tools.simulation.run import Simulation, simulate
@@ -19,6 +20,7 @@ __all__ = [
     "VARIANTS",
     "Choice",
     "LayoutSearch",
+    "LoaderTuning",
     "Objective",
     "Outcome",
     "Scenario",
@@ -34,4 +36,5 @@ __all__ = [
     "search_layouts",
     "simulate",
     "tune",
+    "tune_loader",
 ]

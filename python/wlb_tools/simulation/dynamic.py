@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -115,7 +116,7 @@ def dynamic_steps(
         yield DynamicStep(plan, ids, read.iteration - reading.turns[ids], seconds)
 
 
-def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int) -> dict[str, Any]:
+def packer_before(scenario: Scenario, options: Mapping[str, Any], *, split: int | Fraction) -> dict[str, Any]:
     """Arguments of the packer whose releases are planned with these `options`, without its release rule.
 
     All ranks can share a document, so it need not wait unless it is too much for all of them. So the packer's

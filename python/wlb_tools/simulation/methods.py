@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Setup:
     cost_model: CostModel | None  # None: documents have given costs
     dp_size: int = 1  # data-parallel ranks to which the micro-batches of a step are dealt
     sync: Sync = "step"  # where these ranks wait for each other
-    split: int = 1  # factor on the number of micro-batches, if whole documents are packed
+    split: int | Fraction = 1  # factor on the number of micro-batches, if whole documents are packed
     max_delay: int | None = None  # most iterations that a document waits
     max_step_cost: float | None = None  # for packers with release="adaptive"
 
@@ -51,7 +52,7 @@ class Setup:
     @property
     def packed(self) -> int:
         """Micro-batches of a global batch if whole documents are packed."""
-        return self.num_micro_batches * self.split
+        return int(self.num_micro_batches * self.split)
 
 
 @dataclass(frozen=True)

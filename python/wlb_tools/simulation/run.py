@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,8 @@ def simulate(
         packing = variant.packing_key
         if packing not in runs:
             setup = scenario.setup(fitted_to=stream.lengths if variant.fitted else None, split=variant.split)
+            if variant.sync is not None:
+                setup = dataclasses.replace(setup, sync=variant.sync)
             own: tuple[int, ...] = ()
             if variant.queued:
                 tuned_for = (variant.fitted, variant.split)

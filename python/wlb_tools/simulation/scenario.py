@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -373,8 +374,8 @@ class Scenario:
         """`S_max`: the most tokens of a micro-batch."""
         return self._limit(split=1)
 
-    def _limit(self, *, split: int) -> int:
-        per_rank = self._per_rank * split
+    def _limit(self, *, split: int | Fraction) -> int:
+        per_rank = int(self._per_rank * split)
         if self.max_tokens is not None:
             in_flight(self.layout, schedule=self.pipeline_schedule, num_micro_batches=per_rank)  # refuses the number
             return self.max_tokens
@@ -384,7 +385,7 @@ class Scenario:
             self.layout,
             self.hardware,
             schedule=self.pipeline_schedule,
-            num_micro_batches=lambda layout: layout.pp * split if default else per_rank,
+            num_micro_batches=lambda layout: int(layout.pp * split) if default else per_rank,
             reserved_bytes=self.reserved_bytes,
             at_least=self.context,
         )
@@ -506,7 +507,7 @@ class Scenario:
         ratio = float(flops.attention_cost(lengths).sum() / flops.linear_cost(lengths).sum())
         return ratio * rest / attention
 
-    def setup(self, *, fitted_to: ArrayLike | None = None, split: int = 1) -> Setup:
+    def setup(self, *, fitted_to: ArrayLike | None = None, split: int | Fraction = 1) -> Setup:
         """Settings that the packing methods share, with costs fitted to given documents (`fitted_efficiency`).
 
         Raises:

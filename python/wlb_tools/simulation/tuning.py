@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from wlb._choices import Sync
 from wlb._core import DELAY_PRICE, WlbError, simulate_pipeline
 from wlb._errors import error
 from wlb._results import TunedPoint, TuneResult
@@ -64,7 +66,8 @@ class Settings:
     outlier_thresholds: tuple[int, ...] = ()
     delay_price: float | None = None  # of adaptive release
     max_early: int = 0  # iterations, of adaptive release
-    split: int = 1  # factor on the scenario's micro-batches, for the packer
+    split: int | Fraction = 1  # factor on the scenario's micro-batches, for the packer
+    sync: Sync | None = None  # where the packer is told that ranks wait; None: where they do
     strategy: Strategy = "adaptive"
 
     @property
@@ -84,7 +87,12 @@ class Settings:
         if self.cuts:
             return variant
         packer = {} if self.delay_price is None else {"release": "adaptive", "delay_price": self.delay_price}
-        changes: dict[str, Any] = {"packer": packer, "max_early": self.max_early, "split": self.split}
+        changes: dict[str, Any] = {
+            "packer": packer,
+            "max_early": self.max_early,
+            "split": self.split,
+            "sync": self.sync,
+        }
         return dataclasses.replace(variant, strategies=(self.strategy,), fitted=False, **changes)
 
     @property
@@ -132,7 +140,7 @@ class Choice(Settings):
             "delay_price": self.delay_price,
             "max_early": self.max_early,
             "early_mean": self.outcome.run.early_mean,
-            "split": self.split,
+            "split": float(self.split),
             "strategy": self.strategy,
             "speedup": self.speedup(baseline),
             "speedup_flops": self.speedup(baseline, "flops"),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
+from wlb._choices import Sync
 from wlb._core import WlbError
 from wlb._errors import check_integer, error
 from wlb._shown import explained
@@ -51,6 +53,7 @@ class Variant:
         waits: whether outliers wait in queues, where no release rule is given.
         split: factor on the micro-batches of a global batch if documents stay whole, with a smaller default of `S_max`
             if memory needs it; for "dynamic_cp" of the packer.
+        sync: where the packer is told that ranks wait for each other; None: where they do.
     """
 
     title: str
@@ -63,7 +66,8 @@ class Variant:
     max_early: int = 0
     fitted: bool = False
     waits: bool = True
-    split: int = 1
+    split: int | Fraction = 1
+    sync: Sync | None = None
 
     def __post_init__(self) -> None:
         if self.packing not in get_args(Packing):
@@ -76,9 +80,10 @@ class Variant:
                 raise error("strategies", message, index=index, value=strategy)
         if not self.strategies:
             raise error("strategies", "must not be empty", value=self.strategies)
-        for name in ("window", "split"):
-            if getattr(self, name) < 1:
-                raise error(name, f"= {getattr(self, name)}: must be at least 1", value=getattr(self, name))
+        if self.window < 1:
+            raise error("window", f"= {self.window}: must be at least 1", value=self.window)
+        if self.split <= 0:
+            raise error("split", f"= {self.split}: must be positive", value=self.split)
         check_integer("max_early", self.max_early, minimum=0, maximum=1024)
         reads = self.packing in ("var_length", "dynamic_cp") and self.packer.get("release") == "adaptive"
         if self.max_early and not reads:
@@ -144,6 +149,7 @@ class Variant:
             self.fitted,
             self.waits,
             self.split,
+            self.sync,
             self.dealt,
         )
 

@@ -377,6 +377,23 @@ def test_launch_files_run_as_they_are(name: str, run: Any, tmp_path: Path) -> No
     assert shown.json
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_known_by_what_is_in_it(name: str, tmp_path: Path) -> None:
+    path = written(tmp_path, name)
+    known = read_launch(path)
+    other = path.rename(tmp_path / "launch.txt")
+    assert read_launch(other) == known
+
+
+def test_no_model_is_taken_that_a_file_does_not_say(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("torchrun x --seq-length 4096 --tensor-model-parallel-size 2 --lr 3e-4")
+    np.save(tmp_path / "lengths.npy", np.full(4000, 1024))
+    shown = run("simulate", "lengths.npy", "--from", "run.sh", "--steps", 1)
+    assert (shown.code, "does not say which model it trains; give --model" in shown.err) == (2, True)
+    shown = run("simulate", "lengths.npy", "--from", "run.sh", "--steps", 1, "--model", "llama3-8b")
+    assert "Of no use to a prediction: --lr." in shown.err
+
+
 def test_what_is_typed_wins(tmp_path: Path) -> None:
     run = Cluster(launch_file=written(tmp_path, "pretrain.sh"), tp=8, changes=("layout.fp8=none",)).read()
     assert (run.layout.tp, run.layout.fp8, run.layout.pp, run.layout.dp) == (8, "none", 2, 4)
@@ -385,22 +402,23 @@ def test_what_is_typed_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("none.sh", "echo hello", "holds no arguments of Megatron"),
+        ("none.sh", "echo hello", "has none of what is known: Megatron"),
         ("bad.sh", "x --num-layers $UNSET --seq-length 4096", "--num-layers .UNSET: is computed; put echo before"),
         ("sum.sh", "x --num-layers $((2 * 16)) --seq-length 4096", "is computed; put echo before torchrun"),
         ("asks.sh", "x --num-layers $(cat n) --seq-length 4096", "is computed; put echo before torchrun"),
         ("more.sh", "source sizes.sh\nx --num-layers $N --seq-length 4096", "sources another file .source sizes.sh.;"),
         ("word.sh", "x --num-layers many --seq-length 4096", "--num-layers many: must be a whole number"),
-        ("other.json", "{}", "is JSON, but not the resolved configuration of torchtitan"),
+        ("other.json", "{}", "has none of what is known: Megatron"),
         (
             "uneven.sh",
             "x --num-layers 4 --micro-batch-size 3 --global-batch-size 128",
             "no multiple of micro-batches of 3",
         ),
+        ("prime.toml", '[trainer.model]\nname = "x"\n[training]\nsteps = 3', "has none of what is known"),
         ("bad.toml", "[a", "is no TOML"),
         ("bad.yaml", "a: [", "is no YAML"),
         ("list.yaml", "- a", "is no YAML of keys and values"),
-        ("other.yaml", "a: 1", "is YAML of neither axolotl"),
+        ("other.yaml", "a: 1", "has none of what is known: Megatron"),
         ("stage.yaml", "base_model: x\ndeepspeed: own.json", "its name has no stage"),
     ],
 )
@@ -417,11 +435,17 @@ def test_advice_on_several_ranks_and_on_one(run: Any, tmp_path: Path) -> None:
     lengths = np.minimum(65536, (np.random.default_rng(0).pareto(0.9, 20000) * 300).astype(int) + 10)
     np.save(tmp_path / "lengths.npy", lengths)
     common = ("advise", "lengths.npy", "--model", "config.json", "--context", "64k", "--tp", 1, "--pp", 1)
-    shown = run(*common, "--dp", 4, "--cp", 2, "--micro-batches", 8, "--steps", 6, "--trainer", "trl", "--json").json
+    ranks = ("--dp", 4, "--cp", 2, "--micro-batches", 8, "--steps", 6)
+    assert run(*common, *ranks, "--trainer", "trl").code == 2
+    nothing = run(*common, *ranks, "--trainer", "verl")
+    assert (nothing.code, "there is nothing to choose" in nothing.err) == (2, True)
+    shown = run(*common, *ranks, "--json").json
+    assert "wlb.Packer(" in shown["lines"]
+    shown = run(*common, *ranks, "--trainer", "Megatron-LM", "--json").json
     assert shown["gain"] > 1.01
     assert shown["range"][0] <= shown["gain"] <= shown["range"][1]
     assert shown["answer"].startswith("Use ")
-    assert "balance(trainer, max_tokens=" in shown["lines"]
+    assert "megatron.data_iterator(" in shown["lines"]
     assert 0 < shown["unequal"]["of_tokens"] < shown["unequal"]["of_attention"] < 1
     alone = run(*common, "--cp", 1, "--dp", 1, "--micro-batches", 1, "--set", "layout.recompute=full", "--json").json
     assert alone["answer"] == "Nothing is to be gained: there is one GPU, so nothing waits for it."
@@ -450,7 +474,7 @@ def test_sizes_and_names_of_models(run: Any) -> None:
 
     assert eval(model_code(sizes), {"wlb": wlb}) == model
     assert eval(model_code("llama2-7b"), {"wlb": wlb}) == model_config("llama2-7b")
-    assert "hf_hub_download" in model_code("org/name")
+    assert model_code("org/name") == 'wlb.ModelConfig.from_hugging_face("org/name")'
     for text, said in {
         "hidden_size=64": "lacks vocab_size, num_layers, num_heads",
         "hidden=64": "'hidden' is no size; known are hidden_size",

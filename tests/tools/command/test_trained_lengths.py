@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,7 +304,13 @@ def test_lengths_are_those_that_are_trained(case: Case, saved: dict[bool, tuple[
         first = next((of for of in (TRL, FACTORY) if ("TRL" if of is TRL else "LLaMA") in case.name), {})
         with pytest.raises(CliError, match=case.refused) as caught:
             read(path, **whole, **first)
-        assert path.name in str(caught.value)
+        said = str(caught.value)
+        assert path.name in said
+        for name, value in case.options.items():  # the way out is in the refusal, option by option
+            if name == "trainer" and f"--trainer {value}" not in said:
+                assert re.search(rf"--trainer (\w+, |\w+ or )*{value}", said), said
+            elif name != "trainer":
+                assert (f"--{value}" if name == "holds" else f"--{name}") in said, said
     found = read(path, **whole, **case.options)
     assert found.lengths.tolist() == case.expected(Made(auto, path))
     assert case.said in " ".join(found.notes)

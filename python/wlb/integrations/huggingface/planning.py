@@ -19,13 +19,14 @@ from transformers.trainer_utils import has_length
 import wlb
 from wlb._choices import Oversize
 from wlb._errors import error
+from wlb.filling import step_tokens
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
 from wlb.torch.data import Documents
-from wlb.torch.data.loading import Loading, step_tokens
+from wlb.torch.data.loading import Loading
 from wlb.torch.data.state import field as field_of
 from wlb.torch.routers import check_told
 from wlb.torch.training import takes_keywords

@@ -16,11 +16,12 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 import wlb
+from wlb.filling import micro_batches
 from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
-from wlb.torch.data.loading import SHAPE, Loading, micro_batches
+from wlb.torch.data.loading import SHAPE, Loading
 from wlb.torch.data.rows import RowReader
 
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation, so that they are full

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from functools import partial
 from typing import Any, Final
 
@@ -19,6 +17,7 @@ from wlb._choices import Oversize
 from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb._shown import explained
+from wlb.filling import micro_batches
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents, measured
@@ -27,9 +26,6 @@ from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
 
 SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # options of a packer and of `collate`
-
-ROOM: Final = Fraction(5, 4)
-"""Capacity of a step's micro-batches, divided by the tokens of the step; leaves room to balance any documents."""
 
 FOREVER: Final = 2**31 - 1
 """Number of epochs of a run that a trainer ends by its steps."""
@@ -226,20 +222,3 @@ def balanced_loader(
     sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     shape = {name: packer[name] for name in SHAPE if name in packer}
     return StepLoader(loading.loader(documents, sampler, partial(loading.collate, **shape)))
-
-
-def step_tokens(held: int) -> int:
-    """Tokens of a step whose micro-batches hold at most `held` tokens together, with some room."""
-    return max(1, math.floor(held / ROOM))
-
-
-def micro_batches(tokens: int, *, ranks: int, max_tokens: int, together: int = 1) -> int:
-    """Fewest micro-batches of a rank for a step of this many tokens, with some room.
-
-    Args:
-        tokens: of the step, on all ranks.
-        ranks: number of data-parallel ranks.
-        max_tokens: most tokens of a micro-batch.
-        together: the number of micro-batches is a multiple of it.
-    """
-    return max(1, math.ceil(ROOM * tokens / (ranks * max_tokens * together))) * together

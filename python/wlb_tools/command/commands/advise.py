@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -9,14 +10,16 @@ from cyclopts.types import PositiveInt
 from numpy.typing import NDArray
 
 import wlb_tools
+from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.cluster import Cluster, described
 from wlb_tools.command.inputs.options import BATCHES, CLUSTER, DOCUMENTS, OUTPUT, CommandLine, settings
 from wlb_tools.command.inputs.stream import Reading, Source, Stream, Trainer
 from wlb_tools.command.output.configuration import configuration
 from wlb_tools.command.output.console import Output, reporting
 from wlb_tools.command.output.report import Code, Heading, Paragraphs, Report, Table
+from wlb_tools.command.output.trainers import ENTRIES
 from wlb_tools.command.words import counted
-from wlb_tools.simulation import Tuning
+from wlb_tools.simulation import Choice, Outcome, tune_loader
 from wlb_tools.simulation import tune as tune_cluster
 from wlb_tools.simulation.words import describe, model_sentences
 
@@ -36,24 +39,65 @@ def advise(
 ) -> None:
     """One answer for one run: how unequal the documents are, what that costs, which plan, its gain, the lines to paste.
 
-    The gain is predicted against a run that cuts documents in order of arrival (Plain-4D), with the range over other
-    rates of attention. If there is nothing to gain, the page says so.
+    Only plans that the trainer runs are tried, and the lines make the one that is recommended. The gain is predicted
+    against a run that cuts documents in order of arrival (Plain-4D), with the range over other rates of attention. If
+    there is nothing to gain, the page says so.
 
     Args:
         steps: global batches to form.
     """
+    trainer = reading.trainer or "loop"
+    if trainer == "verl":
+        raise CliError(
+            "--trainer verl: there is nothing to choose, because wlb plans every batch of it within verl's own limits;"
+            " docs/trainers.md#verl has the lines"
+        )
+    if cluster.cost_file is not None:
+        raise CliError("--cost-model: costs are fitted to the cluster, or are the trainer's own; leave this out")
     run = cluster.read()
     scenario = run.scenario(chosen=True)
+    entry = ENTRIES.get(trainer)
+    if entry is not None:
+        entry.check(trainer, scenario)
     with output.progress() as bars:
         stream = reading.stream(sources, scenario.setup(), bars, steps=steps, longest=run.context)
         output.folder("advise")
         alone = _one_rank(scenario)
-        tuning = None
-        if alone is None:
+        advice = None
+        if alone is None and entry is not None:
+            tuned = tune_loader(
+                stream.lengths, scenario, meets=entry.meets, dynamic=entry.dynamic, progress=reporting(bars, "Plans")
+            )
+            advice = Advice(tuned.scenario, tuned.baseline, tuned.tried, tuned.best, trainer, entry.written(tuned))
+        elif alone is None:
             tuning = tune_cluster(stream.lengths, scenario, by="tokens", progress=reporting(bars, "Plans"))
-    trainer = reading.trainer or "loop"
-    report = _report(stream, scenario, tuning, alone, trainer, run.model_name, described(scenario) | settings(reading))
+            written = configuration(tuning, model=run.model_name, profile=None)
+            advice = Advice(tuning.scenario, tuning.baseline, tuning.by_plan, tuning.best, trainer, written)
+    report = _report(stream, scenario, advice, alone, run.assumed(), described(scenario) | settings(reading))
     output.write(report, command_line)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Plans that a trainer runs, the best of them, and the lines that make it."""
+
+    scenario: wlb_tools.Scenario
+    baseline: Outcome
+    choices: tuple[Choice, ...]
+    best: Choice
+    trainer: Trainer
+    lines: str
+
+    def label(self, choice: Choice) -> str:
+        """The name of a plan among the others, with what differs from those of the same name, and limits it breaks."""
+        alike = [other for other in self.choices if other.title == choice.title]
+        name = choice.title if len(alike) < 2 else f"{choice.title}, {choice.max_tokens:,} tokens"
+        scenario, need = self.scenario, choice.outcome.memory.total.max()
+        if choice.delay > scenario.max_mean_delay:
+            return f"{name} (waits longer than --max-mean-delay {scenario.max_mean_delay:g})"
+        if need > scenario.hardware.memory_bytes:
+            return f"{name} (does not fit into {scenario.hardware.name})"
+        return name
 
 
 def _one_rank(scenario: wlb_tools.Scenario) -> str | None:
@@ -69,10 +113,9 @@ def _one_rank(scenario: wlb_tools.Scenario) -> str | None:
 def _report(
     stream: Stream,
     scenario: wlb_tools.Scenario,
-    tuning: Tuning | None,
+    advice: Advice | None,
     alone: str | None,
-    trainer: Trainer,
-    model: str,
+    assumed: list[str],
     about: dict[str, Any],
 ) -> Report:
     numbers: dict[str, Any] = {"documents": stream.described(), "unequal": _unequal(stream.documents.lengths)}
@@ -83,30 +126,30 @@ def _report(
             *model_sentences(scenario),
         ]
     )
-    if tuning is None:
+    if advice is None:
         answer = f"Nothing is to be gained: {alone}."
         more = "Pack documents to a full window and mask them from each other; wlb.pack does no better here."
         return Report(
             command="advise",
             subject="advice",
             title=answer,
-            blocks=(Paragraphs([more]), Heading("The documents"), documents),
+            blocks=(Paragraphs([*assumed, more]), Heading("The documents"), documents),
             numbers=numbers | {"gain": 1.0, "answer": answer},
             facts={"Settings": about},
         )
-    best = tuning.best.summary(tuning.baseline)
+    best = advice.best.summary(advice.baseline)
     low, high = best["speedup_band"]
     gain = best["speedup"]
-    name = tuning.best.title
-    if tuning.best.outcome is tuning.baseline or gain < _LITTLE:
+    name = advice.label(advice.best)
+    lines = None
+    if advice.best.outcome is advice.baseline or gain < _LITTLE:
         answer = (
             f"Little or nothing is to be gained: the best plan ({name}) is predicted at {gain:.2f} times the speed."
         )
-        lines = None
     else:
         answer = f"Use {name}: predicted {gain:.2f} times the speed (range {low:.2f} to {high:.2f})."
-        lines = _lines(tuning, trainer, model)
-    baseline = tuning.baseline.summary()
+        lines = advice.lines
+    baseline = advice.baseline.summary()
     cost = (
         f"Without wlb the heaviest micro-batch of a step takes {baseline['micro_batch_imbalance_mean']:.2f} times the"
         f" mean, in the mean over steps."
@@ -117,12 +160,13 @@ def _report(
         f" A token waits {best['delay_mean']:.2f} steps in the mean, {best['delay_max']} at most."
     )
     keys = ("speedup", "speedup_band", "micro_batch_imbalance_mean", "delay_mean", "delay_max", "peak_bytes")
-    rows = [(choice.title, choice.summary(tuning.baseline), choice == tuning.best) for choice in tuning.by_plan]
+    rows = [(advice.label(each), each.summary(advice.baseline), each == advice.best) for each in advice.choices]
+    tried = "Plans that were tried" if advice.trainer == "loop" else f"Plans that wlb makes in {advice.trainer}"
     blocks: list[Any] = [
-        Paragraphs([cost, *([needs] if lines else [])]),
+        Paragraphs([*assumed, cost, *([needs] if lines else [])]),
         Heading("The documents"),
         documents,
-        Table.of("Plans that were tried", "plan", keys, rows),
+        Table.of(tried, "plan", keys, rows),
         Heading("What this rests on"),
         Paragraphs(
             [
@@ -133,7 +177,7 @@ def _report(
         ),
     ]
     if lines:
-        blocks.append(Code(f"Lines to paste ({trainer})", lines))
+        blocks.append(Code(f"Lines to paste ({advice.trainer})", lines))
     return Report(
         command="advise",
         subject="advice",
@@ -162,36 +206,3 @@ def _unequal_in_words(unequal: dict[str, float]) -> str:
         f" {unequal['of_attention']:.0%} of the attention; the longest is {unequal['longest_over_median']:,.0f} times"
         " the median."
     )
-
-
-def _lines(tuning: Tuning, trainer: Trainer, model: str) -> str:
-    """Lines to paste into a trainer. Its entry point chooses a plan itself; a loop gets the plan of this page."""
-    scenario, tokens = tuning.scenario, tuning.best.outcome.summary()["largest_micro_batch"]
-    longest = scenario.context
-    calls = {
-        "huggingface": "from wlb.integrations.huggingface import balance\n\ntrainer = balance(trainer, max_tokens={})",
-        "trl": (
-            "from wlb.integrations.huggingface import balance\n\n"
-            "trainer = SFTTrainer(model, SFTConfig(packing=False, max_length=None), train_dataset=dataset)\n"
-            "trainer = balance(trainer, max_tokens={})"
-        ),
-        "axolotl": "plugins:\n  - wlb.integrations.axolotl.BalancePlugin\nwlb:\n  max_tokens: {}",
-        "llamafactory": (
-            "from llamafactory.train.tuner import run_exp\nfrom wlb.integrations.llamafactory import balanced\n\n"
-            "run_exp = balanced(run_exp, max_tokens={})\nrun_exp()"
-        ),
-        "lightning": (
-            "from wlb.integrations.lightning import BalancedDataModule\n\n"
-            "data = BalancedDataModule(documents, max_tokens={}, config=config)"
-        ),
-    }
-    if trainer in calls:
-        return f"{calls[trainer].format(tokens)}\n"
-    if trainer == "megatron":
-        per_rank = -(-longest // scenario.layout.cp)
-        return (
-            "from wlb.integrations import megatron\n\n"
-            'data = megatron.data_iterator(\n    "corpus_text_document",\n    model=model,\n'
-            f"    max_tokens_per_rank={per_rank},\n    tokens_per_batch={scenario.tokens_per_batch},\n)\n"
-        )
-    return configuration(tuning, model=model, profile=None)

@@ -102,6 +102,8 @@ class Cluster(Cost, Limits, Delay):
             said |= launch.settings.keys()
             for name, value in launch.settings.items():
                 _put(data, name, value)
+            if launch.kind and "model" not in said | typed.keys() | changes.keys():
+                raise CliError(f"--from {self.launch_file}: does not say which model it trains; give --model")
         for name, value in (typed | changes).items():
             said.add(name)
             _put(data, name, value)
@@ -173,6 +175,20 @@ class Described:
             fixes = [f"{setting(axis, size)} {dp}" for axis, size in less.items()]
             more = f"{dp} (on {factor} times as many GPUs)"
             raise CliError(f"{in_options(reason)}; it would with {', or with '.join([*fixes, more])}") from None
+
+    def assumed(self) -> list[str]:
+        """A sentence about what neither a file nor the command line gives, if it decides the answer; else nothing."""
+        layout = self.data["layout"]
+        sizes = " ".join(setting(axis, layout[axis]) for axis in ("tp", "cp", "pp", "dp"))
+        laid_out = self.gpus is not None or any(name.startswith("layout.") for name in self.said)
+        parts = {
+            f"--model {self.model_name}": "model" in self.said,
+            sizes: laid_out,
+            f"--gpu {self.data['gpu']}": laid_out or bool(self.said & {"gpu", "hardware"}),
+            f"--context {self.context}": "context" in self.said,
+        }
+        missing = [text for text, given in parts.items() if not given]
+        return [f"Assumed, because nothing says otherwise: {listed(missing, ', ')}."] if missing else []
 
     def samples(self) -> int | None:
         """Sequences in a global batch, if `--global-batch` says it.

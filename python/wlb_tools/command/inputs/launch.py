@@ -5,6 +5,7 @@ Every key of a file is taken, or left out with the reason. A scenario's own TOML
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from wlb.models.presets import PRESETS
 from wlb_tools.cluster.parallel import ParallelLayout
 from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.options import tokens_of
+from wlb_tools.simulation import Scenario
 from wlb_tools.simulation.data import read_toml
 
 _WAY_OUT = (
@@ -37,6 +39,7 @@ class Launch:
         settings: fields of a scenario by name, such as "layout.tp"; "gpus" and "micro_batch_size".
         taken: sentences about keys that became settings.
         left: keys that did not, with the reason.
+        unused: names of keys that a prediction has no use for.
         accumulation: micro-batches of a data-parallel rank, if the file says them instead of a global batch.
     """
 
@@ -44,6 +47,7 @@ class Launch:
     settings: dict[str, Any] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
     accumulation: int = 0
 
     def take(self, key: str, value: object, name: str, given: object = ...) -> None:
@@ -89,6 +93,7 @@ class Launch:
             *(f"  {each}" for each in self.taken),
             *(["Left out:"] if self.left else []),
             *(f"  {each}" for each in self.left),
+            *([f"Of no use to a prediction: {', '.join(sorted(self.unused))}."] if self.unused else []),
         ]
 
 
@@ -105,37 +110,72 @@ def read_launch(path: Path) -> Launch:
     Raises:
         CliError: it cannot be read, or its trainer is unknown, or it is a script that computes them.
     """
-    if path.suffix == ".toml":
-        try:
-            content = read_toml(path)
-        except wlb.WlbError as problem:
-            raise CliError(f"--from {problem.args[0].removeprefix('path = ')}") from None
-        if {"parallelism", "training", "job"} & content.keys():
-            return _torchtitan(content)
-        return Launch("", settings=dict(_flat(content)))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise CliError(f"--from {path}: cannot be read: {problem}") from None
+    content = _tables(path, text)
+    if content is None:
+        flags, variables = _flags(path, text)
+        if {"num-layers", "seq-length", "tensor-model-parallel-size"} & flags.keys():
+            return _megatron(flags, variables)
+        raise CliError(f"--from {path}: {_UNKNOWN}")
+    keys = dict(_flat(content))
+    if any(_OF_TITAN.fullmatch(key) for key in keys):
+        return _torchtitan(content)
+    if "base_model" in content:
+        return _axolotl(content, path)
+    if {"stage", "finetuning_type", "cutoff_len"} & content.keys():
+        return _llama_factory(content, path)
+    if "ModelParallel" in content or "MODEL_ARGS" in content:
+        return _megatron(_flags_of_yaml(content), {})
+    if content.keys() & _OF_SCENARIO:
+        return Launch("", settings=keys)
+    found = ", ".join(map(str, itertools.islice(content, 8)))
+    raise CliError(f"--from {path}: {_UNKNOWN}; found are {found or 'no keys'}")
+
+
+_UNKNOWN = (
+    "has none of what is known: Megatron's arguments, as a script, a list or YAML (MODEL_ARGS); torchtitan's"
+    " configuration, as TOML or resolved as JSON (training.seq_len, parallelism.tensor_parallel_degree); axolotl's YAML"
+    " (base_model); LLaMA-Factory's (stage, cutoff_len); a scenario of wlb as TOML (model, layout)"
+)
+
+_OF_TITAN = re.compile(
+    r"(parallelism|training|experimental)\.\w+_parallel_(shard_|replicate_)?degree"
+    r"|training\.(seq_len|local_batch_size|global_batch_size)|model\.flavor"
+)
+"""Keys of torchtitan's configuration, of which a file must have one to be taken for it."""
+
+_OF_SCENARIO = {*Scenario.__dataclass_fields__, "gpu", "gpus"}
+
+
+def _tables(path: Path, text: str) -> dict[str, Any] | None:
+    """The keys of TOML, JSON or YAML, known by what is in it; None: it is a script or a list of arguments.
+
+    Raises:
+        CliError: the ending of its name says one of these, and it is none.
+    """
+    if path.suffix == ".toml":
+        try:
+            return read_toml(path)
+        except wlb.WlbError as problem:
+            raise CliError(f"--from {problem.args[0].removeprefix('path = ')}") from None
     if path.suffix == ".json":
-        content = _json(path, text)
-        if {"parallelism", "training", "job"} & content.keys():
-            return _torchtitan(content)
-        raise CliError(f"--from {path}: is JSON, but not the resolved configuration of torchtitan")
+        return _json(path, text)
     if path.suffix in (".yaml", ".yml"):
-        content = _yaml(path, text)
-        if "stage" in content or "finetuning_type" in content or "cutoff_len" in content:
-            return _llama_factory(content, path)
-        if "base_model" in content:
-            return _axolotl(content, path)
-        if "ModelParallel" in content or "MODEL_ARGS" in content:
-            return _megatron(_flags_of_yaml(content), {})
-        raise CliError(f"--from {path}: is YAML of neither axolotl (base_model) nor LLaMA-Factory (stage, cutoff_len)")
-    flags, variables = _flags(path, text)
-    if not {"num-layers", "seq-length", "tensor-model-parallel-size"} & flags.keys():
-        known = "Megatron's arguments, torchtitan's .toml or .json, axolotl's and LLaMA-Factory's .yaml"
-        raise CliError(f"--from {path}: holds no arguments of Megatron; read are {known}")
-    return _megatron(flags, variables)
+        return _yaml(path, text)
+    if text.lstrip().startswith("{"):
+        return _json(path, text)
+    for read in (lambda: read_toml(path), lambda: _yaml(path, text)):
+        with contextlib.suppress(CliError, wlb.WlbError):
+            content = read()
+            if (
+                any(isinstance(value, Mapping) for value in content.values())
+                or {"base_model", "stage"} & content.keys()
+            ):
+                return content
+    return None
 
 
 def _json(path: Path, text: str) -> dict[str, Any]:
@@ -257,6 +297,8 @@ def _megatron(flags: Mapping[str, str], variables: Mapping[str, str]) -> Launch:
     for name, value in rest.items():
         if reason := _reason(name):
             launch.leave(f"--{name}", value or "set", reason)
+        else:
+            launch.unused.append(f"--{name}")
     return launch
 
 
@@ -483,6 +525,8 @@ def _torchtitan(content: Mapping[str, Any]) -> Launch:
     for key, value in keys.items():
         if (reason := _reason(key)) and value not in (False, [], "", 1):
             launch.leave(key, value, reason)
+        else:
+            launch.unused.append(key)
     return launch
 
 
@@ -604,6 +648,8 @@ def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str
     for name, value in rest.items():
         if (reason := _reason(name)) and value not in (None, False, "", [], {}):
             launch.leave(name, value, reason)
+        else:
+            launch.unused.append(str(name))
     return launch
 
 

@@ -45,8 +45,9 @@ def model_config(name: str, *, multi_token_prediction: bool = False) -> wlb.Mode
         if multi_token_prediction:
             raise CliError(f"--multi-token-prediction: --model {name} has no heads that predict further tokens")
         return _by_sizes(name) if preset is None else wlb.ModelConfig.preset(preset)
-    path = Path(name) if Path(name).exists() else _from_hub(name)
-    return wlb.ModelConfig.from_hugging_face(path, multi_token_prediction=multi_token_prediction)
+    if "/" not in name and not Path(name).exists():
+        raise CliError(f"--model {name}: neither a file nor one of {', '.join(presets())}")
+    return wlb.ModelConfig.from_hugging_face(name, multi_token_prediction=multi_token_prediction)
 
 
 def _by_sizes(text: str) -> wlb.ModelConfig:
@@ -66,30 +67,6 @@ def _by_sizes(text: str) -> wlb.ModelConfig:
     if missing:
         raise CliError(f"--model {text}: lacks {', '.join(missing)}")
     return wlb.ModelConfig(**sizes)  # type: ignore[arg-type]
-
-
-def _from_hub(name: str) -> Path:
-    """The config.json of a model on the hub, from the local cache or downloaded."""
-    problem = f"--model {name}: neither a file nor one of {', '.join(presets())}"
-    if name.count("/") > 1 or name.endswith((".json", "/")):
-        raise CliError(problem)
-    try:
-        import huggingface_hub as hub
-    except ImportError:
-        raise CliError(f"{problem}; for names on the hub: pip install huggingface_hub") from None
-    try:
-        found = hub.try_to_load_from_cache(name, "config.json")
-        if isinstance(found, str):
-            return Path(found)
-        if "/" not in name:
-            raise CliError(problem)
-        hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
-        return Path(hub.hf_hub_download(name, "config.json"))
-    except CliError:
-        raise
-    except Exception as cause:  # of many types: no network, unknown name, no permission
-        said = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise CliError(f"{problem}; nor is it in the hub's cache, nor could it be had: {said}") from None
 
 
 @options

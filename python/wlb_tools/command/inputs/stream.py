@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.types import NonNegativeInt
 from numpy.typing import NDArray
 from rich.progress import Progress
@@ -26,7 +26,9 @@ from wlb_tools.command.words import counted
 from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.stream import GlobalBatches
 
-Trainer = Literal["loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron"]
+Trainer = Literal[
+    "loop", "huggingface", "trl", "axolotl", "llamafactory", "lightning", "megatron", "torchtitan", "verl"
+]
 
 _MOST_PIECES = 10**8  # most pieces of several epochs, at 75 bytes each
 
@@ -40,6 +42,24 @@ Source = Annotated[
         negative="",
     ),
 ]
+
+
+def trainer_named(text: str) -> Trainer:
+    """The trainer of this name, however it is spelt: "TRL", "Hugging Face", "LLaMA-Factory", "Megatron-Core".
+
+    Raises:
+        CliError: there is none.
+    """
+    plain = "".join(letter for letter in text.lower() if letter.isalnum())
+    found: Trainer
+    for found in get_args(Trainer):
+        if plain in (found, f"{found}core", f"{found}lm"):
+            return found
+    raise CliError(f"--trainer {text}: must be one of {', '.join(get_args(Trainer))}")
+
+
+def _trainer(type_: object, tokens: Sequence[Token]) -> Trainer:
+    return trainer_named(tokens[0].value)
 
 
 @dataclass(frozen=True)
@@ -95,8 +115,8 @@ class Texts(Options):
             file is a document.
         tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with one, or
             a name on the hub; by default a byte counts as a token.
-        trainer: loop, huggingface, trl, axolotl, llamafactory, lightning or megatron. Rows with text become token
-            sequences by the rule of trl, axolotl or llamafactory; by default by the chat template alone.
+        trainer: loop, huggingface, trl, axolotl, llamafactory, lightning, megatron, torchtitan or verl. Rows with text
+            become token sequences by the rule of trl, axolotl or llamafactory; by default by the chat template alone.
         text: the source has text, if it could also be lengths or token ids.
         tokens: the source has token ids, if it could also be lengths.
         lengths: the source has lengths of documents, if it could also be token ids or text.
@@ -106,7 +126,7 @@ class Texts(Options):
     field: str = ""
     pattern: str | None = None
     tokenizer: str | None = None
-    trainer: Trainer | None = None
+    trainer: Annotated[Trainer | None, Parameter(converter=_trainer)] = None
     text: Annotated[bool, Flag] = False
     tokens: Annotated[bool, Flag] = False
     lengths: Annotated[bool, Flag] = False

@@ -24,14 +24,11 @@ def model_code(name: str) -> str:
     if "=" in name and not Path(name).exists():
         sizes = (pair.partition("=") for pair in name.split(","))
         return f"wlb.ModelConfig({', '.join(f'{key.strip()}={value.strip().title()}' for key, _, value in sizes)})"
-    path = json.dumps(name)
-    if not Path(name).exists():
-        path = f'huggingface_hub.hf_hub_download({path}, "config.json")'
-    return f"wlb.ModelConfig.from_hugging_face({path})"
+    return f"wlb.ModelConfig.from_hugging_face({json.dumps(name)})"
 
 
-class _Code(str):
-    """Python code that `_literal` writes as it is, not as a string."""
+class Verbatim(str):
+    """Python code that `call` writes as it is, not as a string."""
 
     __slots__ = ()
 
@@ -53,13 +50,13 @@ def packer_micro_batches(scenario: Scenario, choice: Choice) -> int:
 
 
 def _static(tuning: Tuning, model: str, profile: str | None) -> str:
-    """Code of a packer (or of `wlb.pack`, if the plan cuts documents) and of the sharding."""
+    """Verbatim of a packer (or of `wlb.pack`, if the plan cuts documents) and of the sharding."""
     best, scenario = tuning.best, tuning.scenario
     arguments = scenario.cost_arguments(attention_efficiency=tuning.attention_efficiency)
     costs = f"attention_efficiency={arguments['attention_efficiency']:.3f}"
     if (again := arguments.get("recompute")) is not None:
         costs += f", recompute={again if again is True else format(again, '.3g')}"
-    cost_model = _Code(f"model.cost_model({costs})")
+    cost_model = Verbatim(f"model.cost_model({costs})")
     lines = [
         "import functools",
         "",
@@ -72,7 +69,7 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         method = VARIANTS[best.kind].packing
         lines += [
             f"# For the lengths of a global batch of {scenario.tokens_per_batch} tokens; cuts the documents of it.",
-            f"pack = {_call('functools.partial', _Code('wlb.pack'), **batch, method=method)}",
+            f"pack = {call('functools.partial', Verbatim('wlb.pack'), **batch, method=method)}",
         ]
     else:
         lines += [
@@ -81,37 +78,37 @@ def _static(tuning: Tuning, model: str, profile: str | None) -> str:
         ]
     sharding: dict[str, Any] = {"cp_size": scenario.layout.cp, "strategy": best.strategy}
     if best.strategy == "adaptive":
-        sharding["kernel_model"] = _Code("kernel")
+        sharding["kernel_model"] = Verbatim("kernel")
         kernel = scenario.attention
         if profile is not None:
-            made = _call("wlb.KernelModel.from_profile", _Code(_literal(profile)), num_heads=kernel.num_heads)
+            made = call("wlb.KernelModel.from_profile", Verbatim(_literal(profile)), num_heads=kernel.num_heads)
         else:
             shape = {name: getattr(kernel, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-            made = _call("wlb.KernelModel.analytic", _Code(_literal(scenario.generation)), **shape)
+            made = call("wlb.KernelModel.analytic", Verbatim(_literal(scenario.generation)), **shape)
         lines.append(f"kernel = {made}")
-    return "\n".join([*lines, f"shard = {_call('functools.partial', _Code('wlb.shard'), **sharding)}"])
+    return "\n".join([*lines, f"shard = {call('functools.partial', Verbatim('wlb.shard'), **sharding)}"])
 
 
 def _dynamic(tuning: Tuning) -> str:
-    """Code of a Dynamic-CP plan: cost model, planner, packer if documents wait, and loader."""
+    """Verbatim of a Dynamic-CP plan: cost model, planner, packer if documents wait, and loader."""
     scenario, planner = tuning.scenario, dict(tuning.planner or {})
     cost = planner.pop("cost_model")
     seconds = {"attention": cost.attention_cost([1])[0], "linear": cost.linear_cost([1])[0]}
-    planner = {"cost_model": _Code("cost_model"), **planner}
+    planner = {"cost_model": Verbatim("cost_model"), **planner}
     lines = [
         "import functools",
         "",
         "import wlb",
         "",
         "# In seconds.",
-        f"cost_model = {_call('wlb.CostModel', **seconds)}",
-        f"plan = {_call('functools.partial', _Code('wlb.plan_dynamic_cp'), **planner)}",
+        f"cost_model = {call('wlb.CostModel', **seconds)}",
+        f"plan = {call('functools.partial', Verbatim('wlb.plan_dynamic_cp'), **planner)}",
     ]
     functions: list[Any] = [loaders.loader]
     if tuning.best.kind == "wlb_dynamic_cp":
         released = min(scenario.tokens_per_batch, MAX_TOKENS)
         lines.append("# What it releases is planned, so memory is the planner's concern: max_tokens is a global batch.")
-        lines.append(f"packer = {_packer(tuning, max_tokens=released, cost_model=_Code('cost_model'))}")
+        lines.append(f"packer = {_packer(tuning, max_tokens=released, cost_model=Verbatim('cost_model'))}")
         if packer_micro_batches(scenario, tuning.best) % scenario.layout.size("dp_cp"):
             functions.insert(0, loaders.released)
         else:
@@ -127,7 +124,7 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
         waiting = bounded({"release": "adaptive", "delay_price": best.delay_price}, scenario.max_step_cost)
     if not best.dynamic:
         waiting |= scenario.meeting_ranks
-    return _call(
+    return call(
         "wlb.Packer",
         num_micro_batches=packer_micro_batches(scenario, best),
         **arguments,
@@ -138,7 +135,7 @@ def _packer(tuning: Tuning, **arguments: object) -> str:
     )
 
 
-def _call(function: str, *positional: _Code, **arguments: object) -> str:
+def call(function: str, *positional: Verbatim, **arguments: object) -> str:
     """Python code of a call, with one argument per line."""
     lines = [*positional, *(f"{name}={_literal(value)}" for name, value in arguments.items())]
     return "\n".join([f"{function}(", *(f"    {line}," for line in lines), ")"])
@@ -146,7 +143,7 @@ def _call(function: str, *positional: _Code, **arguments: object) -> str:
 
 def _literal(value: object) -> str:
     """Python code of a value: strings in double quotes, numpy scalars as plain numbers."""
-    if isinstance(value, _Code):
+    if isinstance(value, Verbatim):
         return value
     if isinstance(value, str):
         return json.dumps(value)
