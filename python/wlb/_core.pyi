@@ -1030,10 +1030,11 @@ def pack(
 
     Args:
         lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-        num_micro_batches: micro-batches of a global batch, ``N``. None: the smallest number (a multiple of
+        num_micro_batches: micro-batches of a global batch, ``N``. "fewest": the smallest number (a multiple of
             ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
-            (fine-tuning, reinforcement learning). With ``dp_size`` and ``sync="step"``, one more on each rank if that
-            makes the step 5 % shorter.
+            (fine-tuning, reinforcement learning). None: the same, or with ``dp_size`` up to two more on each rank, if
+            each makes the step 1 % shorter. If the cost model says what a micro-batch costs besides its documents
+            (``micro_batch``), that cost decides instead of the 1 %.
         max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
         cost_model: cost of a document, from its length. Give it, or ``costs``.
         costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource

@@ -91,7 +91,7 @@ def test_the_number_of_micro_batches_is_the_fewest_a_given_one_or_one_with_a_sho
         packing = wlb.pack(lengths, num_micro_batches=number, cost_model=cost, **options)
         return len(packing) // 2, float(packing.costs.reshape(2, -1).sum(1).max())
 
-    free, dear = wlb.CostModel(attention=1.0), wlb.CostModel(attention=1.0, micro_batch=300.0)
+    free, dear = (wlb.CostModel(attention=1.0, linear=0.0, micro_batch=begin) for begin in (0.0, 300.0))
     assert rounds(free, "fewest") == (1, 2250.0)
     taken, step = rounds(free, None)
     assert (taken, rounds(free, 4)) == (2, (2, step))
