@@ -115,7 +115,7 @@ WALKS = (
         (
             "wlb lengths corpus_text_document",
             "wlb simulate lengths.npy --from pretrain.sh --steps 20"
-            " --variants plain,per_document,wlb_fitted,dynamic_cp",
+            " --variants original,per_document,wlb_llm_fitted,dynamic_cp",
             "wlb advise lengths.npy --from pretrain.sh --trainer megatron",
         ),
     ),

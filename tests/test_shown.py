@@ -59,7 +59,7 @@ def scenario() -> wlb_tools.Scenario:
 
 @pytest.fixture(scope="module")
 def simulation(scenario: wlb_tools.Scenario) -> wlb_tools.Simulation:
-    return wlb_tools.simulate(LENGTHS, scenario, variants=("plain", "wlb", "dynamic_cp"))
+    return wlb_tools.simulate(LENGTHS, scenario, variants=("original", "wlb_llm", "dynamic_cp"))
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def test_small_objects_are_printed_whole() -> None:
 
 
 def test_simulations_can_be_compared(scenario: wlb_tools.Scenario, simulation: wlb_tools.Simulation) -> None:
-    again = wlb_tools.simulate(LENGTHS, scenario, variants=("plain", "wlb", "dynamic_cp"))
+    again = wlb_tools.simulate(LENGTHS, scenario, variants=("original", "wlb_llm", "dynamic_cp"))
     assert simulation == again
     assert simulation.baseline == again.baseline
-    other = wlb_tools.simulate(LENGTHS[::-1], scenario, variants=("plain", "wlb", "dynamic_cp"))
+    other = wlb_tools.simulate(LENGTHS[::-1], scenario, variants=("original", "wlb_llm", "dynamic_cp"))
     assert simulation != other
     assert simulation.baseline != other.baseline
     assert simulation != 3

@@ -307,6 +307,18 @@ def test_a_plan_of_groups_trains_like_its_samples() -> None:
     [
         ({"samples": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
         ({"samples": [(1, 2, 3)]}, "samples", "has 2"),
+        ({"samples": [(1, 2), (1, 2, 3)]}, "samples", r"\[0\] has 2 tokens, and sample 0 .* has 3: .* another order"),
+        (
+            {"samples": [(1, 2, 3), (1, 2, 3)]},
+            "samples",
+            r"\[1\] has 3 tokens, and .* has 2: .* other samples",
+        ),
+        (
+            {"samples": [(1, 2, 3), {"input_ids": (1, 2), "reward": 1}]},
+            "samples",
+            r"\[1\] has the column 'reward': nodes",
+        ),
+        ({"samples": [(1, 2, 3), None]}, "samples", r"\[1\] is nothing \(null\)"),
         ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, start=4)]}, "samples", "piece"),
         ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, labels=(1, 7))]}, "samples", "label 7"),
         ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, columns={"source": np.zeros(2)})]}, "samples", "source"),

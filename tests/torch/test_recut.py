@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # optimizers do, in each process that has not
 import torch.distributed as dist
+import torch.distributed.nn
 
 import wlb
 import wlb.torch as wt
+from examples import hybrid
 from tests.torch import processes as forked
 
 LENGTHS = [[37, 1, 12, 5, 1, 64], [3], [1, 1], [200]]  # fewer tokens than ranks, too
@@ -183,3 +186,14 @@ def test_a_halo_needs_runs() -> None:
 def refused_halo(rank: int, shard: wlb.Shard) -> None:
     with pytest.raises(wlb.WlbError, match=r"more than one run.*contiguous"):
         wt.halo(torch.ones(8, 2), shard, tokens=1, group=dist.group.WORLD)
+
+
+def losses_of_the_example(rank: int) -> list[float]:
+    return hybrid.train(4)
+
+
+def test_the_example_learns_the_same_on_any_number_of_ranks() -> None:
+    (alone,) = forked.run(1, losses_of_the_example)
+    assert alone[-1] < alone[0]
+    for found in forked.run(3, losses_of_the_example):
+        np.testing.assert_allclose(found, alone, rtol=1e-5)

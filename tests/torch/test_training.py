@@ -218,18 +218,28 @@ def test_as_hf_shifts_nothing_but_what_pieces_predict() -> None:
     assert row["shift_labels"].tolist() == [[5, 6, 7, IGNORE, 2, 3, IGNORE]]
     assert row["cu_seq_lens_q"].tolist() == [0, 3, 4, 7]
     assert row["max_length_k"] == 3
+    assert row["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 2]]
+    assert row["seq_idx"].dtype == torch.int32
     assert row["use_cache"] is False
     assert pieces().as_hf(plain=True).keys() == {"input_ids", "position_ids", "labels", "use_cache"}
 
 
 def test_as_hf_of_an_empty_micro_batch_is_one_token_that_counts_nothing() -> None:
     row = wt.collate([]).as_hf()
-    assert {name: row[name].tolist() for name in ("input_ids", "labels", "shift_labels", "cu_seq_lens_q")} == {
+    names = "input_ids", "labels", "shift_labels", "cu_seq_lens_q", "seq_idx"
+    assert {name: row[name].tolist() for name in names} == {
         "input_ids": [[0]],
         "labels": [[IGNORE]],
         "shift_labels": [[IGNORE]],
         "cu_seq_lens_q": [0, 1],
+        "seq_idx": [[0]],
     }
+
+
+def test_as_hf_counts_padding_as_a_document_and_ends_that_repeat_as_none() -> None:
+    row = wt.collate([[1, 2], [3]], multiple_of_tokens=4, max_documents=4).as_hf()
+    assert row["seq_idx"].tolist() == [[0, 0, 1, 2]]
+    assert row["cu_seq_lens_q"].tolist() == [0, 2, 3, 4, 4, 4]
 
 
 def test_as_hf_of_a_part_is_refused() -> None:

@@ -80,7 +80,7 @@ def predicted(tuned: LoaderTuning) -> Made:
     """What the simulation of the best plan makes."""
     made, best = Made(), tuned.best
     limit = 160 if best.dynamic else best.max_tokens
-    delay = tuned.max_delay if best.kind == "adaptive_release" else None
+    delay = tuned.max_delay if best.kind == "wlb" else None
     scenario = dataclasses.replace(tuned.scenario, max_tokens=limit, max_delay=delay)
     with pytest.MonkeyPatch.context() as patch:
         made.noting(methods, patch, "Packer")
@@ -110,7 +110,7 @@ def hugging_face(rank: int, folder: str, lines: str) -> Made:
     return running(lines, {"trainer": Trainer(llama(), TrainingArguments(folder, **arguments), train_dataset=rows())})
 
 
-@pytest.mark.parametrize(("sync", "best"), [("micro_batch", "adaptive_release"), ("step", "no_waiting")])
+@pytest.mark.parametrize(("sync", "best"), [("micro_batch", "wlb"), ("step", "no_waiting")])
 def test_in_hugging_faces_trainer(sync: str, best: str, tmp_path: Path) -> None:
     tuned = advised("huggingface", of(llama().config), best, sync=sync)
     expected = predicted(tuned).packers[0]
@@ -121,7 +121,7 @@ def test_in_hugging_faces_trainer(sync: str, best: str, tmp_path: Path) -> None:
 
 def test_in_lightning() -> None:
     lightning = pytest.importorskip("lightning")
-    tuned = advised("lightning", of(llama().config), "adaptive_release", layout={"dp": 1})
+    tuned = advised("lightning", of(llama().config), "wlb", layout={"dp": 1})
     model = llama()
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -156,7 +156,7 @@ def megatrons(rank: int, lines: str, dynamic_cp: bool) -> Made:
         return running(f"{lines}next(iter(data))\ndata.close()\n", names, made_by)
 
 
-@pytest.mark.parametrize("best", ["adaptive_release", "dynamic_cp"])
+@pytest.mark.parametrize("best", ["wlb", "dynamic_cp"])
 def test_in_megatron(best: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from tests.trainers.megatron_run import VOCABULARY, Run, configuration

@@ -69,9 +69,10 @@ def test_what_is_missing_is_named() -> None:
     dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2], None, [3, None]]})
     documents = Documents(dataset)
     assert list(documents[0].tokens) == [1, 2]
-    for index in (1, 2):
-        with pytest.raises(wlb.WlbError, match="documents"):
-            wt.collate([documents[index]])
+    with pytest.raises(wlb.WlbError, match=r"dataset\[1\] has nothing in column 'input_ids'"):
+        documents[1]
+    with pytest.raises(wlb.WlbError, match=r"documents\[0\] has nothing at place 1"):
+        wt.collate([documents[2]])
 
 
 def test_lengths_are_read_without_documents() -> None:
@@ -125,3 +126,21 @@ def test_tables_of_preferences_are_refused(tmp_path: Path) -> None:
     ) as refused:
         balance(trainer, max_tokens=64)
     assert refused.value.argument == "trainer"
+
+
+def test_a_row_that_is_nothing_is_named() -> None:
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}, {"input_ids": None}]
+    dataset = datasets.concatenate_datasets([datasets.Dataset.from_list(rows[:2]), datasets.Dataset.from_list(rows)])
+    with pytest.raises(wlb.WlbError, match=r"dataset\[4\] has nothing in column 'input_ids' \(null\)"):
+        Documents(dataset).lengths()
+    with pytest.raises(wlb.WlbError, match=r"train_dataset\[4\] has nothing in column 'input_ids' \(null\)"):
+        Rows(dataset, lambda features: features[0]).lengths()
+
+
+def test_a_row_without_a_mask_has_no_padding() -> None:
+    masks = [[1, 1, 0], None, [0, 1]]
+    rows = [{"input_ids": [1] * size, "attention_mask": mask} for size, mask in zip([3, 4, 2], masks, strict=True)]
+    dataset = datasets.Dataset.from_list(rows)
+    lengths = arrow_lengths(dataset)
+    assert lengths is not None
+    assert lengths.tolist() == [2, 4, 1] == [len(Documents(dataset)[at].tokens) for at in range(3)]

@@ -19,9 +19,10 @@ from transformers import (
     DataCollatorForLanguageModeling,
     LlamaConfig,
     LlamaForCausalLM,
-    LlamaForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -561,13 +562,16 @@ def test_labels_that_a_trainer_counts_by_itself_are_found_out(tmp_path: Path, mo
 
 def test_models_that_mix_documents_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2)
-    trainer: Any = Trainer(
-        MambaForCausalLM(config), arguments(tmp_path), train_dataset=documents(), data_collator=together
-    )
-    balance(trainer, max_tokens=64, oversize="truncate", cost_model=wlb.CostModel(attention=0.0, linear=1.0))
+    options: dict[str, Any] = {"max_tokens": 64, "cost_model": wlb.CostModel(attention=0.0, linear=1.0)}
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2))
+    trainer: Any = Trainer(mamba, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+    with pytest.raises(wlb.WlbError, match=r"MambaMixer, whose \w+ \(mamba-ssm\) is not told where documents begin"):
+        balance(trainer, **options)
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, context_length=48))
+    trainer = Trainer(rwkv, arguments(tmp_path), train_dataset=documents(), data_collator=together)
+    balance(trainer, oversize="truncate", **options)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    with pytest.raises(wlb.WlbError, match=r"see each other.*MambaMixer.*look along the row"):
+    with pytest.raises(wlb.WlbError, match=r"see each other.*RwkvSelfAttention.*look along the row"):
         trainer.train()
     assert all(torch.equal(*pair) for pair in zip(before, trainer.model.parameters(), strict=True))
 
@@ -615,13 +619,6 @@ def test_noise_that_scales_with_the_row_is_refused(tmp_path: Path) -> None:
         balanced(tmp_path, max_steps=1, neftune_noise_alpha=5)
 
 
-def test_heads_that_learn_no_next_token_are_refused(tmp_path: Path) -> None:
-    head = LlamaForTokenClassification(llama().config)
-    trainer: Any = Trainer(head, arguments(tmp_path), train_dataset=documents(), data_collator=together)
-    with pytest.raises(wlb.WlbError, match="is a LlamaForTokenClassification: labels of a packed row are next tokens"):
-        balance(trainer, max_tokens=64)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_follow_the_row_are_refused_where_documents_may_be_too_long(kind: str, tmp_path: Path) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
@@ -638,3 +635,20 @@ def test_positions_that_follow_the_row_are_refused_where_documents_may_be_too_lo
                 balance(trainer, max_tokens=limit + 8, max_document_tokens=limit + 1).train()
         else:
             balance(trainer, max_tokens=limit + 8, max_document_tokens=min(most, limit))
+
+
+class OfRows(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("row", [None, {"input_ids": None, "labels": None}])
+def test_a_row_that_is_nothing_is_named(row: Any, tmp_path: Path) -> None:
+    name = "is nothing" if row is None else "has nothing in column 'input_ids'"
+    rows = [*documents()[:3], row]
+    for data, options in ((rows, {}), (OfRows(rows), {"max_steps": 3})):
+        with pytest.raises(wlb.WlbError, match=rf"train_dataset\[3\] {name} \(null\): filter such rows out"):
+            balanced(tmp_path, data=data, **options).train()

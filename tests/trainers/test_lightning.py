@@ -90,6 +90,7 @@ def fit(
     callbacks: Any = (),
     module: Any = None,
     fitted: bool = False,
+    own: Any = None,
     **options: Any,
 ) -> Any:
     quiet()
@@ -110,7 +111,8 @@ def fit(
     )
     module = module or Module()
     checkpoint = str(folder / "step=7.ckpt") if resume else None
-    trainer.fit(module, data(validation=documents()[::3]), ckpt_path=checkpoint, weights_only=False)
+    own = data(validation=documents()[::3]) if own is None else own
+    trainer.fit(module, own, ckpt_path=checkpoint, weights_only=False)
     assert trainer.world_size == (dist.get_world_size() if dist.is_initialized() else 1)
     if fitted:
         return module, trainer
@@ -274,7 +276,7 @@ def test_another_accumulation_is_refused(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"limit_train_batches": 10}, "limit_train_batches = 10: would end an epoch inside of a global batch"),
-        ({"overfit_batches": 2}, "limit_train_batches = 2: would end an epoch inside of a global batch"),
+        ({"overfit_batches": 2}, "overfit_batches = 2: every epoch would have other documents"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs = 1: would begin"),
     ],
 )

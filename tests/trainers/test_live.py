@@ -244,50 +244,81 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         return iter(self.rows)
 
 
-def of_one_length(features: Any) -> Any:
-    """What accelerate can deal out of a stream."""
-    return {
-        name: torch.nn.functional.pad(value, (0, 64 - value.shape[1]), value=-100 if name == "labels" else 0)
-        for name, value in together(features).items()
-    }
+class Sized(Stream):
+    """With a length, as many streams have."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
-def evaluated(rank: int, folder: Path, numbers: list[int], stream: bool, options: dict[str, Any]) -> Any:
-    found: list[int] = []
+KINDS: dict[str, Any] = {"list": list, "stream": Stream, "stream with a length": Sized}
+
+
+def evaluated(rank: int, folder: Path, numbers: list[int], kind: str, options: dict[str, Any]) -> Any:
+    """The losses of `evaluate` and `predict`, and what the predictions hold; collated to different widths."""
+    found: list[Any] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
-        found.append(len(prediction.predictions))
+        rows = sorted(tuple(row[row != -100].tolist()) for row in prediction.label_ids)
+        found.append((len(prediction.predictions), rows))
         return {}
 
-    held: Any = [documents()[number] for number in numbers]
+    data = KINDS[kind]([documents()[number] for number in numbers])
     trainer: Any = Trainer(
         llama(max_position_embeddings=64),
         arguments(folder, 2, per_device_eval_batch_size=3, **options),
         train_dataset=documents(),
-        eval_dataset=Stream(held) if stream else held,
-        data_collator=of_one_length,
+        eval_dataset=data,
+        data_collator=together,
         compute_metrics=metrics,
     )
     trainer = balance(trainer, max_tokens=64)
-    if stream and options:
-        with pytest.raises(wlb.WlbError) as refused:
-            trainer.evaluate()
-        return str(refused.value)
-    return trainer.evaluate()["eval_loss"], found
+    return [trainer.evaluate()["eval_loss"], trainer.predict(data).metrics["test_loss"]], found
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_rows_that_fill_up_the_last_batch_are_evaluated_once(stream: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("list", {}),
+        ("stream", {}),
+        ("stream", {"accelerator_config": {"dispatch_batches": False}}),
+        ("stream", {"accelerator_config": {"dispatch_batches": False}, "dataloader_num_workers": 1}),
+        ("stream with a length", {}),
+        ("stream with a length", {"accelerator_config": {"dispatch_batches": False}}),
+    ],
+)
+def test_rows_that_fill_up_the_last_batch_are_evaluated_once(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     all_numbers = [number for number in range(len(LENGTHS)) if 3 < LENGTHS[number] <= CONTEXT]
     model = llama(max_position_embeddings=64)
-    for count in (7, 10):
+    for count in (2, 7, 10, 12):
         numbers = all_numbers[:count]
-        for loss, found in processes.run(2, evaluated, tmp_path, numbers, stream, {}):
-            assert loss == pytest.approx(mean_over_tokens(model, numbers), rel=1e-6)
-            assert found == [count]
+        labels = [row["labels"] for row in (documents()[number] for number in numbers)]
+        for losses, found in processes.run(2, evaluated, tmp_path, numbers, kind, options):
+            assert losses == pytest.approx([mean_over_tokens(model, numbers)] * 2, rel=1e-6)
+            assert found == [(count, sorted(tuple(i for i in row if i != -100) for row in labels))] * 2
 
 
-def test_rows_that_cannot_be_told_from_repeated_ones_are_refused(tmp_path: Path) -> None:
-    options = {"accelerator_config": {"dispatch_batches": False}}
-    for text in processes.run(2, evaluated, tmp_path, [3, 4, 5], True, options):
-        assert "dispatch_batches = False in accelerator_config: without a length of eval_dataset" in text
+class Broken(Stream):
+    def __iter__(self) -> Any:
+        yield self.rows[0]
+        raise OSError("no such shard")
+
+
+def evaluates_a_broken_stream(rank: int, folder: Path) -> str:
+    trainer: Any = Trainer(
+        llama(),
+        arguments(folder, 2),
+        train_dataset=documents(),
+        eval_dataset=Broken(documents()),
+        data_collator=together,
+    )
+    trainer = balance(trainer, max_tokens=64)
+    with pytest.raises(OSError, match="shard") as raised:
+        trainer.evaluate()
+    return str(raised.value)
+
+
+def test_a_stream_that_breaks_ends_the_evaluation_on_every_rank(tmp_path: Path) -> None:
+    assert processes.run(2, evaluates_a_broken_stream, tmp_path) == ["no such shard"] * 2

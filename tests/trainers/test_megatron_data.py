@@ -572,3 +572,49 @@ def mla() -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return get_gpt_layer_local_spec(multi_latent_attention=True)
+
+
+def of_rows(rank: int) -> list[str]:
+    """Megatron-Core's own rows of nine tokens, by their `cu_seqlens`: "as" two documents, or the error."""
+    with on_cpu(), mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        initialize(Run())
+        config = configuration(Run())
+        attention = megatron.PackedCoreAttention(
+            config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self"
+        )
+        shape = (9, config.num_attention_heads, config.kv_channels)
+        q, k, v = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+
+        def made(ends: list[int], keys: list[int] | None = None, padded: bool = False) -> Any:
+            of = {"cu_seqlens_q": torch.tensor(ends, dtype=torch.int32)}
+            of["cu_seqlens_kv"] = of["cu_seqlens_q"] if keys is None else torch.tensor(keys, dtype=torch.int32)
+            if padded:
+                of = {f"{name}_padded": values for name, values in of.items()} | of
+                of["cu_seqlens_q"] = torch.tensor([0, 4, 8], dtype=torch.int32)
+            return attention(q, k[:, :2], v[:, :2], packed_seq_params=PackedSeqParams("thd", **of))
+
+        def ran(*arguments: Any) -> str:
+            try:
+                return "as" if torch.equal(made(*arguments), expected) else "other"
+            except wlb.WlbError as raised:
+                return str(raised)
+
+        expected = made([0, 5, 9])
+        of_keys, padded = ran([0, 5, 9], [0, 4, 9]), ran([0, 5, 9], None, True)
+        rows = [0, 5, 9, 9, 9], [0, 5, 8], [0, 5, 5, 9], [1, 5, 9], [0, 6, 5, 9], [0, 5, 10], [0, 9, 5, 9]
+        return [padded, of_keys, *map(ran, rows)]
+
+
+def test_cu_seqlens_are_named_and_their_padding_is_taken() -> None:
+    [found] = run_processes(1, of_rows)
+    assert found == [
+        "as",
+        "cu_seqlens_kv differs from cu_seqlens_q: wlb's attention is for keys of the same documents as queries",
+        "as",
+        "cu_seqlens_q[2] = 8: must be the end of the row, which has 9 tokens on all ranks together",
+        "cu_seqlens_q[2] = 5 after 5: must ascend; only the last entry may be repeated",
+        "cu_seqlens_q of shape [3] begins with [1]: must be [documents + 1], from 0 on",
+        "cu_seqlens_q[2] = 5 after 6: must ascend; only the last entry may be repeated",
+        "cu_seqlens_q[2] = 10: must be the end of the row, which has 9 tokens on all ranks together",
+        "cu_seqlens_q[2] = 5 after 9: must ascend; only the last entry may be repeated",
+    ]

@@ -141,6 +141,25 @@ def test_a_loop_that_does_not_tell_the_model_is_stopped(kind: dict[str, Any], le
 
 
 @pytest.mark.parametrize(
+    ("changes", "padded", "masks"),
+    [
+        ({"mtp_num_layers": 1}, False, "loss_mask=batch.loss_mask"),
+        ({}, True, "padding_mask=batch.padding_mask"),
+        ({"mtp_num_layers": 1}, True, "loss_mask=batch.loss_mask, padding_mask=batch.padding_mask"),
+        ({}, False, ""),
+    ],
+)
+def test_a_configuration_cannot_be_watched_and_says_so(changes: dict[str, Any], padded: bool, masks: str) -> None:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert refusals.require_masks([], refusal_config(**changes), padded=padded) == []
+    assert [str(each.message) for each in found if f"model(..., {masks})" in str(each.message)] == [
+        str(each.message) for each in found
+    ]
+    assert len(found) == bool(masks)
+
+
+@pytest.mark.parametrize(
     ("changes", "argument"),
     [
         ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.utils.data import DataLoader
 
@@ -33,9 +33,11 @@ from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch.agreement import agree
+from wlb.torch.boundaries import told
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading
 from wlb.torch.data.state import Snapshot, field
+from wlb.torch.layers import against_labels
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.routers import has_router_loss
@@ -53,9 +55,10 @@ class BalancedDataModule(LightningDataModule):
     """Micro-batches of equal work for Lightning, which trains, accumulates, saves and resumes them as usual.
 
     `accumulate_grad_batches` becomes the number of micro-batches of a rank in a step. An epoch of Lightning is an epoch
-    of the data. The loggers get each step's figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is
-    the number of steps of all `max_epochs` that have a label, so that schedules of the learning rate end with the
-    training.
+    of the data. If `on_train_batch_start` returns -1, the rest of the epoch is not trained. With `limit_train_batches`,
+    the next epoch goes on where the last one ended, so that no document is left out. The loggers get each step's
+    figures (`wlb.torch.StepMetrics`). `trainer.estimated_stepping_batches` is the number of steps of all `max_epochs`
+    that have a label, so that schedules of the learning rate end with the training.
 
     A checkpoint holds the documents that wait after the last step of the optimizer, even if Lightning has fetched
     further ones. They are in the state of this data module, which Lightning restores from every checkpoint, saved
@@ -76,6 +79,8 @@ class BalancedDataModule(LightningDataModule):
             (`self.log("val_loss", loss, sync_dist=True, batch_size=1)`) is then the mean over labels.
         row: makes the input of `training_step` from a micro-batch and the number by which to divide the sum of its
             losses; by default `batch.as_hf()` with this number as `num_items_in_batch`.
+        ignore_data_skip: for a checkpoint that does not say which of these documents are trained (saved without this
+            data module, or with other documents): keep its model, optimizer and epoch, and begin the data anew.
         verify: before the first step of a `fit`, prove with the module's own `training_step` that rows give the
             gradients of their documents alone (`wlb.torch.verify`). Takes some seconds.
         **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`, `num_epochs` (as
@@ -84,8 +89,9 @@ class BalancedDataModule(LightningDataModule):
     Raises:
         wlb.WlbError: an argument is invalid or unknown, or this version of Lightning is not supported. In `fit`:
             `accumulate_grad_batches` was given with another value, or changes; `limit_train_batches` cuts a global
-            batch; dataloaders are reloaded; there are several optimizers, or one takes a step inside a global batch; a
-            checkpoint has no state of the data, or that of another step; what `wlb.torch.verify` finds.
+            batch; `overfit_batches` is given; dataloaders are reloaded; there are several optimizers, or one takes a
+            step inside a global batch; a checkpoint has no state of the data, or that of another step; what
+            `wlb.torch.verify` finds.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class BalancedDataModule(LightningDataModule):
         config: Any = None,
         validation: Any = None,
         row: Row = _hugging_face,
+        ignore_data_skip: bool = False,
         verify: bool = True,
         **loading: Any,
     ) -> None:
@@ -110,6 +117,7 @@ class BalancedDataModule(LightningDataModule):
         self._validation = validation
         self._max_tokens, self._tokens_per_batch = max_tokens, tokens_per_batch
         self._row = row
+        self._ignore_data_skip = ignore_data_skip
         self._verify = verify
         self._given: _MicroBatches | None = None  # the loader of the latest `fit`
         self._arrived: dict[str, Any] | None = None  # the state from which the latest `fit` begins
@@ -176,11 +184,17 @@ class BalancedDataModule(LightningDataModule):
         """Takes the state of a checkpoint from which Lightning resumes.
 
         Raises:
-            wlb.WlbError: a schedule for another number of steps was made before the checkpoint was loaded.
+            wlb.WlbError: it is of other documents, without `ignore_data_skip`; or a schedule for another number of
+                steps was made before the checkpoint was loaded.
         """
         if not state_dict:
             return  # the checkpoint was saved without training
         told, self._total = self._total, None
+        if wrong := self._sampler(0, 1).other_documents(field(state_dict, "steps", dict)):
+            if not self._ignore_data_skip:
+                message = f"{wrong}; or give BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
+                raise error("ckpt_path", message)
+            return
         self._arrive(state_dict)
         if self._given is not None:
             self._given.restore(state_dict)
@@ -213,7 +227,8 @@ class BalancedDataModule(LightningDataModule):
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
-        self._given = _MicroBatches(StepLoader(loader), trainer, self._row, self._set_pace, verify=self._verify)
+        self._given = _MicroBatches(StepLoader(loader), trainer, self._told, self._set_pace, verify=self._verify)
+        self._given.begins_anew = self._ignore_data_skip
         if self._arrived is not None:
             self._given.restore(self._arrived)
         return self._given
@@ -226,7 +241,12 @@ class BalancedDataModule(LightningDataModule):
         packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
-        return _Validation(documents, self._loading.collate, packer, trainer, self._row)
+        return _Validation(documents, self._loading.collate, packer, trainer, self._told)
+
+    def _told(self, batch: PackedBatch, num_items: float) -> Any:
+        """What `row` makes, and what layers of the module take by another name."""
+        row, trainer = self._row(batch, num_items), cast("Any", self.trainer)
+        return told(trainer.lightning_module, row) if isinstance(row, dict) else row
 
     def _set_pace(self, trainer: Any) -> None:
         """Sets the pace of schedules; called after Lightning has restored them."""
@@ -273,6 +293,7 @@ class _MicroBatches:
     Attributes:
         trainer: Lightning's.
         trained: number of optimizer steps, as the trainer counts them, to which the state belongs.
+        begins_anew: whether the data begin anew if they stand after another step than the trainer.
     """
 
     def __init__(
@@ -286,7 +307,7 @@ class _MicroBatches:
     ) -> None:
         self._steps, self.trainer, self._row, self._set_pace = steps, trainer, row, set_pace
         self._accumulated = trainer.accumulate_grad_batches
-        self.trained = 0
+        self.trained, self.begins_anew = 0, False
         self._state: dict[str, Any] | Snapshot = steps.state_dict()
         # Steps that were given and may not have been trained yet, without their micro-batches.
         self._given: deque[Step[Any]] = deque()
@@ -296,7 +317,8 @@ class _MicroBatches:
         self._metrics = StepMetrics(steps)
         # Remove the callback of an earlier run of the same trainer.
         trainer.callbacks[:] = [each for each in trainer.callbacks if not isinstance(each, _Following)]
-        trainer.callbacks.append(_Following(self))
+        kinds = [isinstance(each, Checkpoint) for each in trainer.callbacks]  # a state that they save has to be right
+        trainer.callbacks.insert(kinds.index(True) if True in kinds else len(kinds), _Following(self))
 
     def __iter__(self) -> Iterator[Any]:
         self.note_trained()
@@ -347,24 +369,44 @@ class _MicroBatches:
         self._given.clear()
         self._state, self.trained = steps, trained
 
+    def skip_epoch(self, to: int | None = None) -> None:
+        """Ends the epoch of the data after the last step of the optimizer; documents that wait are trained later.
+
+        Args:
+            to: the epoch that is next; None: the following one.
+        """
+        self.note_trained()
+        self._given.clear()
+        self._steps.load_state_dict(self._steps_state())
+        self._steps.skip_epoch(to)
+        self._state = self._steps.state_dict()
+
     def check_begin(self) -> None:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
+            wlb.WlbError: They are not; the module has several optimizers, each of whose steps Lightning would count; or
+                its model learns no next tokens, as those that classify.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
             count = len(trainer.optimizers)
             message = f"are {count}: Lightning counts each of their steps, so that nobody knows which step of the data "
             raise error("optimizers", message + "was trained; use one, with several parameter groups", value=count)
+        if self.trained != trainer.global_step and self.begins_anew:
+            self._given.clear()
+            self._stale, self.trained = True, trainer.global_step
+            self.skip_epoch(to=trainer.current_epoch)
         if self.trained != trainer.global_step:
             message = (
                 f"goes on at step {trainer.global_step}, but the data stand after step {self.trained}: the checkpoint "
                 "was saved without this data module, or with one whose class has another name; resume with the class "
-                "that it was saved with, given as fit(module, datamodule=data)"
+                "that it was saved with, given as fit(module, datamodule=data), or give "
+                "BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
+        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
+            raise error("module", wrong)
         self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
         # If it was saved inside a step, all micro-batches of that step come again, because no checkpoint has its
@@ -409,13 +451,25 @@ class _Following(Callback):
 
     def __init__(self, micro_batches: _MicroBatches) -> None:
         self._micro_batches = micro_batches
+        self._inside = False  # whether a micro-batch began and did not end
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning has restored everything now."""
         self._micro_batches.check_begin()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Before each micro-batch."""
+        self._inside = True
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """If the module's `on_train_batch_start` returned -1, the rest of the epoch is not trained."""
+        if self._inside:
+            self._inside = False
+            self._micro_batches.skip_epoch()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """After each micro-batch. The last one of a step is the one after which the optimizer has taken the step."""
+        self._inside = False
         line = self._micro_batches.note_trained()
         if line:
             pl_module.log_dict(line, batch_size=1)
@@ -485,6 +539,10 @@ def _check_epochs(trainer: Any, needed: int) -> None:
             f"changes accumulate_grad_batches: a rank has {needed} micro-batches in every global batch; leave it out"
         )
         raise error("GradientAccumulationScheduler", message)
+    if trainer.overfit_batches:
+        few = trainer.overfit_batches
+        message = f"= {few}: every epoch would have other documents; give the data module a few documents instead"
+        raise error("overfit_batches", message, value=few)
     limit = trainer.limit_train_batches
     if isinstance(limit, int) and limit % needed and not trainer.fast_dev_run:
         message = f"= {limit}: would end an epoch inside of a global batch, whose other documents would be lost; "

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from wlb._errors import error
 from wlb._rows import advice
 from wlb.torch.data.arrow import arrow_lengths
+from wlb.torch.data.documents import tokens_of
 from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -61,7 +62,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         Complexity:
             O(documents) for a data set in Arrow tables; for others every document is made once.
         """
-        found = arrow_lengths(self.dataset) if self._index is None else self._index.lengths
+        found = arrow_lengths(self.dataset, "train_dataset") if self._index is None else self._index.lengths
         self._planned = None
         if found is None or not len(found) or any(found[at] != self._size(at) for at in (0, int(found.argmax()))):
             found = np.array([self._size(index) for index in range(len(self))], np.int64)
@@ -125,6 +126,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
         columns = ", ".join(map(repr, feature)) or "nothing"
         message = f"has no 'input_ids', but {columns}: {_way_out(feature)}"
         raise error("train_dataset", message, index=index, value=list(feature))
+    tokens_of(feature, "train_dataset", index)  # a collator would raise without the row's number
     batch = collator([dict(feature) if isinstance(feature, Mapping) else feature])
     if "input_ids" not in batch:
         given = ", ".join(map(repr, batch)) or "nothing"

@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from wlb._errors import error
+from wlb.torch.boundaries import against_rows, row_layer
 
 _MIXTURES: Final = ("expert", "moe", "mixtral", "mixture")  # parts of names of classes
 _RECURRENT: Final = ("mamba", "deltanet", "rwkv", "lstm", "ssm")  # parts of names of classes
@@ -16,13 +17,23 @@ _SEVERAL_AHEAD: Final = ("mtp", "multitoken", "nextn")
 _BY_ROW: Final = ("dynamic", "longrope", "su")  # kinds of RoPE
 _NEFTUNE: Final = "has neftune_noise_alpha, whose noise scales with the length of the row: leave it out"
 _SHORT: Final = 2048  # tokens of the longest document of a check
+_OTHER_HEADS: Final = (
+    "Classification",
+    "ForMaskedLM",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForQuestionAnswering",
+    "ForQuestionAnsweringSimple",
+)  # ends of names of transformers' classes whose labels are no next tokens
 _NUMBERS_AHEAD: Final = ("mtp_num_layers", "num_mtp_layers", "num_nextn_predict_layers")  # of configurations
 
 
 def is_recurrent(module: nn.Module) -> bool:
     """Whether a module carries a state along a row."""
     name = type(module).__name__.lower().replace("gptoss", "")  # no state, though the name of its modules has "ssm"
-    return isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
+    known = row_layer(type(module))
+    stateful = known is not None and known.has_state
+    return stateful or isinstance(module, nn.RNNBase) or any(word in name for word in _RECURRENT)
 
 
 def adds_up_others(module: nn.Module) -> bool:
@@ -65,7 +76,7 @@ def longest_document(model: nn.Module) -> int | None:
 
 
 def against_packing(model: nn.Module, longest: int) -> str:
-    """The reason in a model's configuration why its documents cannot share a row, and the way out; empty if none.
+    """The reason in a model's configuration or layers why documents cannot share a row, and the way out; or empty.
 
     Args:
         model: with its configuration, or a part of it.
@@ -91,6 +102,27 @@ def against_packing(model: nn.Module, longest: int) -> str:
                     f"is tuned by a {type(config).__name__}: its virtual tokens come before the first document of a "
                     "row only; use LoRA or another adapter of weights"
                 )
+    return against_rows(model)
+
+
+def against_labels(model: nn.Module) -> str:
+    """The reason why a model's own head does not learn next tokens, and the way out; empty if none is known.
+
+    A row of documents has next tokens as labels: the first label of each document is no label, because no token
+    predicts it. Heads that learn a label at the place of its own token would lose it, and learn the other labels one
+    token too early.
+
+    Complexity:
+        O(modules).
+    """
+    for module in model.modules():
+        names = (kind.__name__ for kind in type(module).__mro__)
+        found = next((name for name in names if name.endswith(_OTHER_HEADS)), None)
+        if found and any(parameter.requires_grad for parameter in module.parameters()):
+            return (
+                f"is a {found}: labels of a packed row are next tokens, and its head learns others; do not balance it, "
+                "or give its labels by another name (columns=) to wt.train_step with a loss of your own"
+            )
     return ""
 
 
@@ -162,7 +194,7 @@ def _against(module: nn.Module, seen: set[tuple[int, bool]]) -> str:
     name = type(module).__name__.lower()
     if is_recurrent(module) or isinstance(module, nn.RNNCellBase):
         return "a recurrent layer: its state goes along the row, where siblings follow each other"
-    if isinstance(module, nn.modules.conv._ConvNd) and math.prod(module.kernel_size) > 1:
+    if (isinstance(module, nn.modules.conv._ConvNd) and math.prod(module.kernel_size) > 1) or row_layer(type(module)):
         return "a convolution: it mixes neighbours of the row, where siblings follow each other"
     if has_batch_statistics(module):
         return "whose statistics count a shared token once: call eval() on this layer, or take LayerNorm or RMSNorm"

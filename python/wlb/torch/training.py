@@ -23,7 +23,7 @@ from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import all_reduce_gradients, exchanges_gradients, sum_gradients, unchanged, unwrapped
 from wlb.torch.groups import ranks_of_step
-from wlb.torch.layers import check_forest
+from wlb.torch.layers import against_labels, check_forest
 from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.routers import real_tokens
 
@@ -68,8 +68,8 @@ def train_step(
 
     Args:
         model: the outermost wrapper. A model whose `forward` takes `input_ids`, like those of Hugging Face, is called
-            with `batch.as_hf()` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also returns
-            `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
+            with `batch.as_hf(model)` without labels and returns `.logits` (float[1, tokens, vocabulary]). If it also
+            returns `aux_loss`, that is added with `config.router_aux_loss_coef`, weighted by labels and without padding
             (`real_tokens`). Any other model is called with the batch and returns logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. If documents bring weights, losses are multiplied by them.
             Only models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
@@ -92,7 +92,7 @@ def train_step(
             other ranks than `group` share the step, or a wrapper exchanges gradients between other ranks; there are
             gradients already; a wrapper is unknown (`sum_gradients`); the model returns no logits; or it cannot run a
             forest: it has recurrent layers, convolutions, dropout, BatchNorm, experts with a capacity, or predicts
-            several tokens ahead. With
+            several tokens ahead. Without `loss` also: its head learns no next tokens, as those that classify. With
             `verify` also: a layer looks along the row, so that documents see each other; or a document is longer than
             dynamic or LongRoPE allows in a row (`max_document_tokens`).
 
@@ -109,6 +109,8 @@ def train_step(
         check_agreement(step, group=group)
     if any(isinstance(batch, ForestBatch) for batch in step.micro_batches):
         check_forest(model)
+    if loss is None and model not in _summing and model not in _bare and (wrong := against_labels(model)):
+        raise error("model", wrong)
     _prepare(model, group, several)
     valid = count_valid_tokens(step, group=group)
     total = torch.zeros((), device=device)
@@ -173,7 +175,7 @@ def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tenso
     elif isinstance(batch, ForestBatch):
         batch.as_hf()
     else:
-        row = without_weights(batch).as_hf(plain=not takes_keywords(model))
+        row = without_weights(batch).as_hf(model, plain=not takes_keywords(model))
         given = {name: value for name, value in row.items() if name not in ("labels", "shift_labels", AHEAD)}
         with real_tokens(model, batch):
             output = model(**given)

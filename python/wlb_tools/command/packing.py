@@ -71,7 +71,7 @@ def wlb_plan(
     method: StreamMethod = "var_length",
     queues: int | None = None,
 ) -> tuple[PackedRun, float | None]:
-    """WLB as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
+    """A plan as `held` says, what it leaves open tuned on the first global batches; and the price of delay, if any.
 
     The name of the plan has `queues`, by default as many as there are: tuning may do with fewer than it was given.
     """
@@ -86,8 +86,8 @@ def wlb_plan(
     levels = levels or ()
     waiting = {"release": held.release, "delay_price": price, "method": method}
     steps = methods.var_length(stream, setup, levels, waiting)
-    name = f"WLB{' refined' if method == 'refined' else ''}, "
-    name += "adaptive" if adaptive else counted(len(levels) if queues is None else queues, "queue")
+    name = "wlb" if adaptive else f"WLB-LLM, {counted(len(levels) if queues is None else queues, 'queue')}"
+    name += ", refined" if method == "refined" else ""
     return collect(name, steps, stream, bars, levels, held.release), price
 
 

@@ -27,7 +27,7 @@ from wlb_tools.simulation.run import simulate
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.tuning import SPLITS, Choice, Kind, Objective, Settings
 
-WITHOUT_WLB: tuple[Kind, ...] = ("plain", "fixed", "per_document")
+WITHOUT_WLB: tuple[Kind, ...] = ("original", "fixed_length", "per_document")
 """Kinds of plans without wlb; a gain is relative to the best of them on its best layout.
 
 Transformer Engine shards each document of a packed sequence, too (`qkv_format="thd"`)."""
@@ -39,7 +39,7 @@ RANKED = 5
 """Number of fastest layouts to find."""
 
 _VIRTUAL_STAGES = (1, 2, 4, 8)
-_SHARDED_ALIKE: tuple[Kind, ...] = ("per_document", "adaptive_cp")  # as Plain-4D, with one context-parallel rank
+_SHARDED_ALIKE: tuple[Kind, ...] = ("per_document", "adaptive_cp")  # as "original", with one context-parallel rank
 _PASSES: tuple[Passes, ...] = ("forward", "backward")
 
 
@@ -147,10 +147,10 @@ def search_layouts(
 
     It tries all divisors of `gpus` as tensor-, context-, pipeline- and data-parallel sizes, with 1, 2, 4 or 8 stages of
     a pipeline rank, and all sizes of expert parallelism that divide the experts, as far as the model, the global batch,
-    the schedule and the memory allow. On each layout it tries Plain-4D, Fixed-4D, per-document and adaptive sharding;
-    whole documents with and without adaptive release, in 1, 2 or 4 times as many micro-batches as a global batch has
-    contexts; and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel ranks itself, so it
-    is tried once for each of the other sizes, with the fewest context-parallel ranks.
+    the schedule and the memory allow. On each layout it tries the original order, fixed lengths, per-document and
+    adaptive sharding; whole documents with and without adaptive release, in 1, 2 or 4 times as many micro-batches as a
+    global batch has contexts; and Dynamic-CP with and without release. Dynamic-CP divides context- and data-parallel
+    ranks itself, so it is tried once for each of the other sizes, with the fewest context-parallel ranks.
 
     Candidates are simulated in the order of a bound on their time (`Bounds`). Those that by their bound cannot be among
     the fastest `RANKED` layouts are not simulated. By chance a plan of unequal work can be faster than its bound, so
@@ -327,8 +327,8 @@ class _Search:
                 planned.add(others)
             for settings in self._settings(scenario, dynamic=dynamic):
                 bound = self._bounds.seconds(scenario, settings)
-                if self._by == "flops" and settings.kind in ("plain", *_SHARDED_ALIKE):
-                    bound *= self._whole_flops / self._cut_flops  # it is not yet known what Fixed-4D will cut
+                if self._by == "flops" and settings.kind in ("original", *_SHARDED_ALIKE):
+                    bound *= self._whole_flops / self._cut_flops  # it is not yet known what fixed length will cut
                 yield _Candidate(scenario, settings, bound)
 
     def _settings(self, scenario: Scenario, *, dynamic: bool) -> Iterator[Settings]:
@@ -342,7 +342,7 @@ class _Search:
             if self._lacking(scenario.layout, split) == 0:
                 most = scenario.setup(split=split).max_tokens
                 for price in prices:
-                    kind = "no_waiting" if price is None else "adaptive_release"
+                    kind = "no_waiting" if price is None else "wlb"
                     yield Settings(kind=kind, max_tokens=most, delay_price=price, split=split)
         for price in prices if dynamic else ():
             kind = "dynamic_cp" if price is None else "wlb_dynamic_cp"

@@ -27,7 +27,7 @@ class LoaderTuning:
     """The plans of a loader that were tried, and the choice."""
 
     scenario: Scenario  # with the costs that the loader takes
-    baseline: Outcome  # Plain-4D
+    baseline: Outcome  # the original order
     tried: tuple[Choice, ...]  # within the limits, in the order in which they were tried
     best: Choice
     max_delay: int  # most steps that a document waits in plans in which documents wait
@@ -73,12 +73,12 @@ def tune_loader(
     if not settings:
         message = f"= {scenario.pipeline_schedule!r}: takes none of the numbers of micro-batches that the loader makes"
         raise error("schedule", message, value=scenario.pipeline_schedule)
-    baseline = simulate(lengths, of_loader, variants=("plain",)).baseline
+    baseline = simulate(lengths, of_loader, variants=("original",)).baseline
     tried = []
     for done, each in enumerate(settings):
         report(each.title, done, len(settings))
         limit = scenario.max_tokens if each.dynamic else each.max_tokens
-        waits = most if each.kind == "adaptive_release" else None
+        waits = most if each.kind == "wlb" else None
         sized = dataclasses.replace(of_loader, max_tokens=limit, max_delay=waits)
         outcome = simulate(lengths, sized, variants={each.kind: each.variant}).baseline
         tried.append(Choice(**vars(each), outcome=outcome))
@@ -114,7 +114,7 @@ def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Set
             "strategy": "per_document",
         }
         if scenario.max_delay:
-            yield Settings(kind="adaptive_release", delay_price=DELAY_PRICE, **shared)
+            yield Settings(kind="wlb", delay_price=DELAY_PRICE, **shared)
         yield Settings(kind="no_waiting", **shared)
     if dynamic and obstacle(scenario) is None:
         per_rank = check_planner(scenario)

@@ -167,7 +167,7 @@ def var_length(
     *,
     max_early: int = 0,
 ) -> Iterator[Step]:
-    """WLB: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
+    """Wlb and WLB-LLM: whole documents, micro-batches of equal work and unequal tokens, outliers in waiting queues.
 
     Documents enter as the loaders of `wlb.torch` read them, see `Reading`; only their order matters here, not the
     stream's global batches. If ranks wait for each other in every micro-batch, steps are planned for them. `options`

@@ -26,8 +26,8 @@ from wlb_tools.simulation.run import Simulation, simulate, tune_scenario
 from wlb_tools.simulation.scenario import Scenario
 from wlb_tools.simulation.variants import VARIANTS, Strategy, Variant
 
-Cutting = Literal["plain", "fixed", "per_document", "adaptive_cp"]
-Kind = Literal[Cutting, "no_waiting", "wlb_fitted", "adaptive_release", "early", "dynamic_cp", "wlb_dynamic_cp"]
+Cutting = Literal["original", "fixed_length", "per_document", "adaptive_cp"]
+Kind = Literal[Cutting, "no_waiting", "wlb_llm_fitted", "wlb", "early", "dynamic_cp", "wlb_dynamic_cp"]
 Objective = Literal["tokens", "flops"]
 
 CUTTING: tuple[Cutting, ...] = get_args(Cutting)
@@ -169,7 +169,7 @@ class Tuning:
 
     @property
     def baseline(self) -> Outcome:
-        """Plain-4D."""
+        """The original order."""
         return self.simulation.baseline
 
     def as_json(self) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def tune(
 ) -> Tuning:
     """The fastest of all plans here, and its settings, within a limit of the mean delay.
 
-    It tries: documents in order, cut at the end of a context (Plain-4D, the same with sharding per document or
-    adaptive, and Fixed-4D); whole documents packed for the layout's ranks, with outlier queues, with adaptive release,
+    It tries: documents in order, cut at the end of a context (the same with sharding per document or adaptive, and
+    fixed lengths); whole documents packed for the layout's ranks, with outlier queues, with adaptive release,
     also with long documents up to 4 iterations early, or without waiting, in as many micro-batches as the scenario says
     or 2 or 4 times as many; Dynamic-CP, and both together. With a limit of 0 every document is trained in the step in
     which it arrives.
@@ -263,7 +263,7 @@ class _Search:
 
     def run(self) -> Tuning:
         """The whole tuning."""
-        self._report("Plain-4D")
+        self._report("original order")
         others = simulate(self._lengths, self._scenario, variants=CUTTING)
         self._baseline = others.baseline
         cutting = [self._cutting(kind, others.outcomes[kind]) for kind in CUTTING]
@@ -287,7 +287,7 @@ class _Search:
         self._report("done")
         within = {choice.kind: choice for choice in self._allowed(by_plan)} | {best.kind: best}
         shown = {kind: choice.outcome for kind, choice in within.items()}
-        queues = within.get("wlb_fitted")
+        queues = within.get("wlb_llm_fitted")
         return Tuning(
             scenario=self._scenario,
             by=self._by,
@@ -331,7 +331,7 @@ class _Search:
             setup = dataclasses.replace(self._scenario, max_tokens=fits).setup(split=split)
             packer = packer_options(setup)
             for price in self._prices(packer):
-                yield self._choose(Settings(kind="adaptive_release", max_tokens=fits, delay_price=price, split=split))
+                yield self._choose(Settings(kind="wlb", max_tokens=fits, delay_price=price, split=split))
             for price in self._prices(packer, EARLY):
                 yield self._choose(
                     Settings(kind="early", max_tokens=fits, delay_price=price, max_early=EARLY, split=split)
@@ -378,7 +378,7 @@ class _Search:
         return made
 
     def _queues(self, limit: int, thresholds: tuple[int, ...], split: int = 1) -> Choice:
-        kind: Kind = "wlb_fitted" if thresholds else "no_waiting"
+        kind: Kind = "wlb_llm_fitted" if thresholds else "no_waiting"
         return self._choose(Settings(kind=kind, max_tokens=limit, outlier_thresholds=thresholds, split=split))
 
     def _thresholds(self, limit: int, split: int = 1) -> TuneResult:

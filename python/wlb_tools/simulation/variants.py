@@ -158,35 +158,35 @@ _WLB: dict[str, Any] = {"packing": "var_length", "strategies": ("adaptive",)}
 _ADAPTIVE = {"release": "adaptive"}
 
 VARIANTS: dict[str, Variant] = {
-    "plain": Variant(title="Plain-4D"),
-    "fixed": Variant(
-        title="Fixed-4D", packing="fixed_length", strategies=("per_sequence", "per_document"), static=True
+    "original": Variant(title="original order"),
+    "fixed_length": Variant(
+        title="fixed length", packing="fixed_length", strategies=("per_sequence", "per_document"), static=True
     ),
-    "per_document": Variant(title="per-document CP", strategies=("per_document",)),
-    "adaptive_cp": Variant(title="adaptive CP", strategies=("adaptive",)),
-    "packing": Variant(title="packing", packing="var_length"),
-    "wlb": Variant(title="WLB", **_WLB),
-    "wlb_fitted": Variant(title="WLB, fitted costs", **_WLB, fitted=True),
-    "adaptive_release": Variant(title="WLB, adaptive release", **_WLB, fitted=True, packer=_ADAPTIVE),
-    "finer": Variant(title="WLB, finer", **_WLB, fitted=True, packer=_ADAPTIVE, split=2),
+    "per_document": Variant(title="original order, per-document CP", strategies=("per_document",)),
+    "adaptive_cp": Variant(title="original order, adaptive CP", strategies=("adaptive",)),
+    "wlb_llm_packing": Variant(title="WLB-LLM, packing alone", packing="var_length"),
+    "wlb_llm": Variant(title="WLB-LLM", **_WLB),
+    "wlb_llm_fitted": Variant(title="WLB-LLM, fitted costs", **_WLB, fitted=True),
+    "wlb": Variant(title="wlb", **_WLB, fitted=True, packer=_ADAPTIVE),
+    "finer": Variant(title="wlb, finer", **_WLB, fitted=True, packer=_ADAPTIVE, split=2),
     "dynamic_cp": Variant(title="Dynamic-CP", packing="dynamic_cp"),
-    "wlb_dynamic_cp": Variant(title="WLB + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
-    "refined": Variant(title="WLB, refined", **_WLB, fitted=True, packer={"method": "refined"}),
-    "as_they_come": Variant(title="Plain-4D, not dealt", dealt=False),
-    "whole": Variant(title="Plain-4D, uncut", packing="whole"),
-    "no_waiting": Variant(title="WLB, nothing waits", **_WLB, fitted=True, waits=False),
-    "early": Variant(title="WLB, adaptive release, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
+    "wlb_dynamic_cp": Variant(title="wlb + Dynamic-CP", packing="dynamic_cp", packer=_ADAPTIVE),
+    "refined": Variant(title="WLB-LLM, refined", **_WLB, fitted=True, packer={"method": "refined"}),
+    "as_they_come": Variant(title="original order, not dealt", dealt=False),
+    "whole": Variant(title="original order, uncut", packing="whole"),
+    "no_waiting": Variant(title="wlb, nothing waits", **_WLB, fitted=True, waits=False),
+    "early": Variant(title="wlb, early", **_WLB, fitted=True, packer=_ADAPTIVE, max_early=4),
 }
-"""Variants by name, the baseline first. Those of the paper (section 7.1, figure 13) are Plain-4D, Fixed-4D, each
-optimisation alone and all of them. Then come ours: a packer with the cluster's costs; with these, another release rule;
-with that, twice as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of them deal
-micro-batches to data-parallel ranks by cost. The last five show the effect of refining full micro-batches, of dealing
-alone, of uncut documents, of packing without queues, and of long documents read up to four iterations before their
-turn."""
+"""Variants by name, the baseline first. Those of the paper (section 7.1, figure 13) are "original", "fixed_length",
+each optimisation alone and all of them. Then come ours: a packer with the cluster's costs; with these, another
+release rule; with that, twice as many micro-batches; Dynamic-CP with nothing waiting, and with that rule. All of
+them deal micro-batches to data-parallel ranks by cost. The last five show the effect of refining full micro-batches,
+of dealing alone, of uncut documents, of packing without queues, and of long documents read up to four iterations
+before their turn."""
 
 _BY_NAME_ONLY = ("refined", "as_they_come", "whole", "no_waiting", "early")
 DEFAULT = tuple(name for name in VARIANTS if name not in _BY_NAME_ONLY)
-"""Variants of a default comparison: the paper's methods, and ours that a user could choose instead of WLB."""
+"""Variants of a default comparison: the paper's methods, and ours that a user could choose instead of WLB-LLM."""
 
 
 def defaults(scenario: Scenario) -> tuple[str, ...]:

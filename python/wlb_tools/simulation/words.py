@@ -15,7 +15,7 @@ FLUSH_WARNING = 0.02
 """If the end of the stream takes a larger share of the time, a comparison depends on the stream's length."""
 
 _MEETINGS = {"step": "once a step", "micro_batch": "in every micro-batch"}
-_PAPER_ORDER = ("per_document", "adaptive_cp", "packing", "wlb")
+_PAPER_ORDER = ("per_document", "adaptive_cp", "wlb_llm_packing", "wlb_llm")
 
 
 def premises(simulation: Simulation) -> list[str]:
@@ -52,12 +52,17 @@ def explanation(simulation: Simulation, shown: str) -> list[str]:
     return [*sentences, *_stream_end(simulation)]
 
 
+def at_start(title: str) -> str:
+    """A method's name at the beginning of a sentence; wlb stays as it is."""
+    return title if title.startswith("wlb") else title[:1].upper() + title[1:]
+
+
 def _too_large(simulation: Simulation) -> list[str]:
     """Methods that would run out of memory, which is possible only under a given limit."""
     hardware = simulation.scenario.hardware
     needs = {outcome.title: outcome.memory.total.max() for outcome in simulation.outcomes.values()}
     return [
-        f"{title} does not fit: it needs {need / GIB:.1f} GiB,"
+        f"{at_start(title)} does not fit: it needs {need / GIB:.1f} GiB,"
         f" {(need - hardware.memory_bytes) / GIB:.1f} GiB more than {hardware.name} has."
         for title, need in needs.items()
         if need > hardware.memory_bytes
@@ -71,10 +76,10 @@ def _room(simulation: Simulation, outcome: Outcome) -> str:
     floor = simulation.scenario.equal_bubble
     stays = min(idle, (1 - idle - share["dp_communication"]) * floor / (1 - floor))
     return (
-        f"{outcome.title} spends {communication:.1%} of its time on communication that nothing hides and is idle for"
-        f" {idle:.1%}. Equal micro-batches can win back {idle - stays:.1%} of the time; the other {stays:.1%} is the"
-        f" pipeline's bubble. Sharding can win back the {share['cp_wait']:.1%} in which GPUs wait for the slowest"
-        " context-parallel rank."
+        f"{at_start(outcome.title)} spends {communication:.1%} of its time on communication that nothing hides and is"
+        f" idle for {idle:.1%}. Equal micro-batches can win back {idle - stays:.1%} of the time; the other"
+        f" {stays:.1%} is the pipeline's bubble. Sharding can win back the {share['cp_wait']:.1%} in which GPUs wait"
+        " for the slowest context-parallel rank."
     )
 
 
@@ -83,8 +88,9 @@ def _whole_documents(before: Outcome, after: Outcome, speedup: float) -> str:
     cut = [outcome.summary()["documents_cut"] for outcome in (before, after)]
     mfu = after.model_flops_utilization / before.model_flops_utilization
     return (
-        f"{before.title} cuts {cut[0]:,} documents, {after.title} cuts {cut[1]:,}, which takes {more:+.1%} FLOPs for"
-        f" the same tokens. {after.title} is {speedup:.3f} times as fast by tokens and {mfu:.3f} times by FLOPs (MFU)."
+        f"{at_start(before.title)} cuts {cut[0]:,} documents, {after.title} cuts {cut[1]:,}, which takes {more:+.1%}"
+        f" FLOPs for the same tokens. {at_start(after.title)} is {speedup:.3f} times as fast by tokens and {mfu:.3f}"
+        " times by FLOPs (MFU)."
     )
 
 
@@ -100,7 +106,7 @@ def _more_micro_batches(before: Outcome, after: Outcome) -> list[str]:
         for parts in (IDLE, ("cp_communication",))
     )
     sentence = (
-        f"{after.title} has {after.micro_batches:.3g} micro-batches a step, {before.title} has"
+        f"{at_start(after.title)} has {after.micro_batches:.3g} micro-batches a step, {before.title} has"
         f" {before.micro_batches:.3g}. It is idle for {idle[1]:.1%} of its time instead of {idle[0]:.1%}."
     )
     if after.cp_sizes == before.cp_sizes:

@@ -86,17 +86,17 @@ def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
     results = run("demo", npy, *SMALL, "--steps", 48, "--json").json
     methods = {m["method"]: m for m in results["methods"]}
     assert list(methods) == [
-        "original",
-        *(f"fixed-length, g={g}" for g in (1, 2, 4, 8)),
-        "WLB, 0 queues",
-        "WLB, 1 queue",
-        "WLB, 2 queues",
-        "WLB, 3 queues",
-        "WLB, adaptive",
+        "original order",
+        *(f"fixed length, {g} step{'s' * (g > 1)} at once" for g in (1, 2, 4, 8)),
+        "WLB-LLM, 0 queues",
+        "WLB-LLM, 1 queue",
+        "WLB-LLM, 2 queues",
+        "WLB-LLM, 3 queues",
+        "wlb",
     ]
-    assert methods["WLB, adaptive"]["release"] == "adaptive"
-    assert methods["WLB, adaptive"]["imbalance_mean"] < methods["original"]["imbalance_mean"]
-    assert methods["WLB, 2 queues"]["imbalance_mean"] < methods["original"]["imbalance_mean"]
+    assert methods["wlb"]["release"] == "adaptive"
+    assert methods["wlb"]["imbalance_mean"] < methods["original order"]["imbalance_mean"]
+    assert methods["WLB-LLM, 2 queues"]["imbalance_mean"] < methods["original order"]["imbalance_mean"]
     for m in results["methods"]:
         assert 1 <= m["imbalance_mean"] <= m["imbalance_worst"]
         assert m["imbalance_p95"] <= m["imbalance_worst"]
@@ -104,13 +104,13 @@ def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
         assert m["delay_p99"] <= m["delay_max"]
         assert m["steps"] - m["steps_of_flush"] <= 48
         assert m["planning_microseconds"] > 0
-    assert methods["original"]["delay_max"] == 0
+    assert methods["original order"]["delay_max"] == 0
     for g in (1, 2, 4, 8):
-        window = methods[f"fixed-length, g={g}"]
+        window = methods[f"fixed length, {g} step{'s' * (g > 1)} at once"]
         assert window["delay_max"] == 2 * (g - 1)
         assert window["delay_mean"] == pytest.approx(g - 1, rel=0.1)
     for queues in range(4):
-        assert methods[f"WLB, {queues} queue{'s' * (queues != 1)}"]["documents_cut"] == 0
+        assert methods[f"WLB-LLM, {queues} queue{'s' * (queues != 1)}"]["documents_cut"] == 0
 
     documents = results["documents"]
     assert documents["distinct"] == 2000
@@ -126,7 +126,7 @@ def test_demo_compares_the_methods(run: Any, npy: Path) -> None:
 def test_demo_writes_a_picture_and_a_page_that_loads_nothing(run: Any, npy: Path, tmp_path: Path) -> None:
     result = run("demo", npy, *SMALL, "--steps", 70, "--output", "here")
     assert result.code == 0
-    assert "WLB, 2 queues" in result.out
+    assert "WLB-LLM, 2 queues" in result.out
     assert (tmp_path / "here/demo.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "here/demo.html").read_text(encoding="utf-8")
     for loads in ("<script", "<link", "<img", "src=", "@import", "url(http"):
@@ -193,16 +193,16 @@ def test_a_table_shows_what_is_known() -> None:
         "e": Column("", "band"),
         "f": Column("", "plan"),
     }
-    of = {"a": 1, "b": 12345, "c": None, "d": 3 * 2**29, "e": [0.5, 1.25], "f": "Plain-4D"}
+    of = {"a": 1, "b": 12345, "c": None, "d": 3 * 2**29, "e": [0.5, 1.25], "f": "original order"}
     table = Table.of("title", "names", columns, [("x", of, True)], columns)
     assert table.columns == ("names", "one", "two", "three", "GiB", "band", "plan")
     assert table.groups == (("", 1), ("", 1), ("both", 2), ("", 3))
-    assert (table.rows, table.strong) == ([("x", "1.00", "12,345", "", "1.5", "0.500-1.250", "Plain-4D")], {0})
+    assert (table.rows, table.strong) == ([("x", "1.00", "12,345", "", "1.5", "0.500-1.250", "original order")], {0})
     narrow = Console(width=20, file=io.StringIO())
     render.show(Report(command="pack", blocks=[table], numbers={}), narrow)
     assert isinstance(narrow.file, io.StringIO)
     printed = narrow.file.getvalue()
-    assert "Plain-4D" in printed, "a table that is too wide runs over"
+    assert "original order" in printed, "a table that is too wide runs over"
     assert "…" not in printed
     assert narrow.width == 20
 
@@ -568,26 +568,26 @@ def test_simulate_compares_methods_on_a_cluster(run: Any, npy: Path, tmp_path: P
 
 def test_simulate_with_a_measured_kernel(run: Any, npy: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(profile()))
-    measured = ("--variants", "fixed,wlb_fitted", "--kernel-profile", "mine.json")
+    measured = ("--variants", "fixed_length,wlb_llm_fitted", "--kernel-profile", "mine.json")
     arguments = ("simulate", npy, *CLUSTER, "--steps", 4, *measured)
     results = run(*arguments, "--json").json
     assert results["kernel_model"].startswith("measured: ")
     assert "Warning: that is another GPU than h100." in " ".join(run(*arguments).out.split())
-    assert list(results["variants"]) == ["fixed", "wlb_fitted"]
-    assert results["variants"]["fixed"]["speedup"] == 1
+    assert list(results["variants"]) == ["fixed_length", "wlb_llm_fitted"]
+    assert results["variants"]["fixed_length"]["speedup"] == 1
 
 
 def test_simulate_says_what_does_not_fit(run: Any, npy: Path) -> None:
     """A limit that was given is believed; the memory that it would take is not."""
     large = ("--model", "llama2-70b", "--max-tokens", 2048)
-    result = run("simulate", npy, *CLUSTER, *large, "--steps", 4, "--variants", "plain")
+    result = run("simulate", npy, *CLUSTER, *large, "--steps", 4, "--variants", "original")
     assert result.code == 0
-    assert "Plain-4D does not fit: it needs " in result.out
+    assert "Original order does not fit: it needs " in result.out
 
 
 def test_simulate_draws_any_number_of_ranks(run: Any, npy: Path, tmp_path: Path) -> None:
     """Of many replicas as many as fit into a picture, and none of a pipeline that is too deep for one."""
-    deep = ("--context", CONTEXT, "--cp", 1, "--tp", 8, "--steps", 1, "--variants", "plain")
+    deep = ("--context", CONTEXT, "--cp", 1, "--tp", 8, "--steps", 1, "--variants", "original")
     for pp, dp, pictures in ((32, 4, 3), (80, 1, 1)):
         model = "llama2-7b" if pp == 32 else "llama2-70b"
         result = run("simulate", npy, *deep, "--pp", pp, "--dp", dp, "--model", model)
@@ -601,8 +601,8 @@ def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path:
     """A curriculum is simulated as it is."""
     lengths = np.sort(long_tailed(1500)).clip(1, CONTEXT)
     np.save(tmp_path / "ascending-lengths.npy", lengths)
-    arguments = ("simulate", "ascending-lengths.npy", *CLUSTER, "--steps", 8, "--variants", "plain", "--json")
-    variants = [run(*arguments, *seed).json["variants"]["plain"] for seed in ((), ("--seed", 0))]
+    arguments = ("simulate", "ascending-lengths.npy", *CLUSTER, "--steps", 8, "--variants", "original", "--json")
+    variants = [run(*arguments, *seed).json["variants"]["original"] for seed in ((), ("--seed", 0))]
     first = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=4 * CONTEXT)[8]]
     scenario = wlb_tools.Scenario(
         model=wlb.ModelConfig.preset("llama2-7b"),
@@ -611,7 +611,8 @@ def test_documents_come_in_order_unless_a_seed_shuffles_them(run: Any, tmp_path:
         context=CONTEXT,
     )
     assert (
-        variants[0]["digest"] == wlb_tools.simulate(first, scenario, variants=("plain",)).baseline.summary()["digest"]
+        variants[0]["digest"]
+        == wlb_tools.simulate(first, scenario, variants=("original",)).baseline.summary()["digest"]
     )
     assert variants[1]["digest"] != variants[0]["digest"]
 
@@ -675,18 +676,18 @@ def test_any_option_of_the_cluster_tunes_on_one(run: Any, npy: Path) -> None:
 def test_replicas_are_what_the_gpus_leave(run: Any, npy: Path) -> None:
     """And they meet in every micro-batch, where one asks for it; then the packer plans for them."""
     sizes = ("--context", CONTEXT, "--tp", 8, "--cp", 1, "--pp", 1, "--gpus", 32, "--micro-batches", 8)
-    arguments = (*sizes, "--steps", 4, "--variants", "plain", "--json")
+    arguments = (*sizes, "--steps", 4, "--variants", "original", "--json")
     results = run("simulate", npy, *arguments).json
     assert results["settings"]["dp"] == 4
     assert results["assumptions"]["data parallelism"] == "ranks wait for each other once a step"
     results = run("simulate", npy, *arguments, "--set", "layout.fsdp=zero3").json
     assert results["settings"]["sync"] == "micro_batch"
     assert results["assumptions"]["data parallelism"] == "ranks wait for each other in every micro-batch"
-    assert results["variants"]["plain"]["attribution"]["dp_communication"] > 0
+    assert results["variants"]["original"]["attribution"]["dp_communication"] > 0
 
 
 def test_layers_that_stages_share_unevenly(run: Any, npy: Path) -> None:
-    arguments = ("simulate", npy, "--context", CONTEXT, "--tp", 8, "--cp", 1, "--steps", 1, "--variants", "plain")
+    arguments = ("simulate", npy, "--context", CONTEXT, "--tp", 8, "--cp", 1, "--steps", 1, "--variants", "original")
     results = run(*arguments, "--pp", 16, "--dp", 1, "--model", "llama3-405b", "--json").json
     assert results["assumptions"]["layers of the stages"] == ", ".join(["7", *["8"] * 14, "7"])
     results = run(*arguments, "--pp", 3, "--set", "layout.stage_layers=[12,12,8]", "--json").json
@@ -699,7 +700,7 @@ def test_advice_can_be_followed_on_the_command_line(run: Any, npy: Path) -> None
     assert "it would fit with --" in message
     advice = message.split("it would fit with ")[1].split(", or with ")[0].split(" (")[0]
     options = [word for word in advice.split() if word != "and"]
-    result = run("simulate", npy, "--pp", 1, "--tp", 4, *options, "--steps", 1, "--variants", "plain")
+    result = run("simulate", npy, "--pp", 1, "--tp", 4, *options, "--steps", 1, "--variants", "original")
     assert result.code == 0, result.err
     assert [setting("fused_loss", True), setting("fused_ffn", False), setting("num_micro_batches", 8)] == [
         "--set layout.fused_loss=true",
@@ -869,7 +870,7 @@ def test_errors_are_one_line(run: Any, tmp_path: Path, npy: Path, monkeypatch: p
             "sync=step",
         ): "--set sync = 'step': ZeRO-3 gathers parameters",
         ("simulate", npy, *CLUSTER, "--gpu", "abacus"): "--gpu abacus: must be one of a100",
-        ("simulate", npy, *CLUSTER, "--variants", "plain,best"): "--variants[1] = 'best': must be one of plain",
+        ("simulate", npy, *CLUSTER, "--variants", "original,best"): "--variants[1] = 'best': must be one of original",
         ("simulate", npy, *CLUSTER, "--variants", "wlb,wlb"): "--variants[1] = 'wlb': is given twice",
         ("simulate", npy, *CLUSTER, "--kernel-profile", "no.json"): "--kernel-profile no.json",
         ("simulate", npy, *CLUSTER, "--set", "schedule=2f2b"): '--set schedule = "2f2b": must be one of',

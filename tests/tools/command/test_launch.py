@@ -361,7 +361,7 @@ def test_what_would_make_a_model_fit_does(run: Any, tmp_path: Path) -> None:
     assert len(advice) > 1
     for each in advice:
         words = re.sub(r"\(.*\)", "", each).replace(" and ", " ").split()
-        again = run(*command, *words, "--variants", "plain")
+        again = run(*command, *words, "--variants", "original")
         assert again.code == 0, (each, again.err)
 
 
@@ -370,7 +370,7 @@ def test_launch_files_run_as_they_are(name: str, run: Any, tmp_path: Path) -> No
     written(tmp_path, name)
     lengths = np.minimum(4096, (np.random.default_rng(0).pareto(1.1, 8000) * 300).astype(int) + 10)
     np.save(tmp_path / "lengths.npy", lengths)
-    options = ("--from", name, "--steps", 2, "--variants", "plain", "--json")
+    options = ("--from", name, "--steps", 2, "--variants", "original", "--json")
     shown = run("simulate", "lengths.npy", *options)
     assert shown.code == 0, shown.err
     assert "Taken:" in shown.err

@@ -62,7 +62,7 @@ def test_tables_fit_the_terminal(width: int) -> None:
     """Every column that there is, and a name too long for a line: all cells are there, in whole columns."""
     values = dict.fromkeys(COLUMNS, 1234.5)
     bands = {key: [0.123, 12.345] for key in COLUMNS if key.endswith("band")}
-    named = {"most_lost": "communication: CP 45%", "plan": "WLB, adaptive release"}
+    named = {"most_lost": "communication: CP 45%", "plan": "wlb"}
     rows = [
         (name, {**values, **bands, **named}, name == "second")
         for name in ("first of all the many names that somebody may give to a method", "second")
@@ -103,7 +103,7 @@ def test_bars_end_full(run: Any, npy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for words in (
         ("demo", npy, *SMALL, "--steps", 12, "--quiet"),
         ("tune", npy, *SMALL, "--steps", 12, "--quiet"),
-        ("simulate", npy, *SMALL, "--steps", 6, "--variants", "plain,wlb", "--quiet"),
+        ("simulate", npy, *SMALL, "--steps", 6, "--variants", "original,wlb_llm", "--quiet"),
         ("advise", npy, *SMALL, "--steps", 2, "--quiet"),
     ):
         assert run(*words).code == 0

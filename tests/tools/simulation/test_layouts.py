@@ -64,8 +64,8 @@ def test_a_bound_counts_no_keys_where_a_plan_may_need_none() -> None:
         case = wlb_tools.Scenario(
             model=MODEL, layout=layout, hardware=H100, context=256, num_micro_batches=4, max_tokens=256, cp_keys=keys
         )
-        taken = simulate(lengths, case, variants=("plain",)).baseline.total_seconds
-        bound = Bounds(lengths, lengths).seconds(case, Settings(kind="plain", max_tokens=256))
+        taken = simulate(lengths, case, variants=("original",)).baseline.total_seconds
+        bound = Bounds(lengths, lengths).seconds(case, Settings(kind="original", max_tokens=256))
         assert 0.8 * taken < bound <= taken * (1 + 1e-9)
 
 
@@ -91,7 +91,7 @@ def test_gains_over_the_own_layout_and_over_the_best_without_wlb() -> None:
     assert {choice.outcome.scenario.layout.recompute for choice in found.ranked} == {"selective"}
     assert found.own_without.kind in WITHOUT_WLB
     assert all(choice.delay == 0 for choice in found.ranked)
-    plain = wlb_tools.simulate(documents(150), found.own.outcome.scenario, variants=("plain",)).baseline
+    plain = wlb_tools.simulate(documents(150), found.own.outcome.scenario, variants=("original",)).baseline
     assert found.own_without.outcome.steady_seconds <= plain.steady_seconds
     assert found.gain(found.own) >= 1
     least, most = found.gain_band(found.own_without)

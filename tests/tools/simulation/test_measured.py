@@ -14,7 +14,7 @@ from wlb_tools.simulation import Outcome, Scenario, simulate
 from wlb_tools.simulation.dynamic import DynamicOutcome, score_dynamic
 from wlb_tools.simulation.planner import of_size
 
-METHODS = ("plain", "whole", "fixed", "adaptive_cp", "adaptive_release", "dynamic_cp")
+METHODS = ("original", "whole", "fixed_length", "adaptive_cp", "wlb", "dynamic_cp")
 
 
 def compute(outcome: Outcome, case: Scenario) -> NDArray[np.float64]:
@@ -66,7 +66,7 @@ def test_every_rank_runs_its_parts_in_the_order_of_the_plan(name: str) -> None:
 
 
 def test_a_slow_rank_holds_up_its_group_alone() -> None:
-    outcome = simulate(documents(60), scenario(LAYOUTS[1]), variants=["plain"]).outcomes["plain"]
+    outcome = simulate(documents(60), scenario(LAYOUTS[1]), variants=["original"]).outcomes["original"]
     parts = list(outcome.parts())
     even = np.ones((len(parts), 2, 3))
     slow = even.copy()
@@ -139,7 +139,7 @@ def test_what_a_trainer_takes_beside_by_hand() -> None:
     overhead = Overhead(forward=((0.5, 0.25),), backward=((2.0, 1.0),), copies=copies, gather=3.0, step=7.0)
     cases = [scenario(layout, num_micro_batches=3, overhead=of) for of in (Overhead(), overhead)]
     lengths = documents(120)
-    before, after = (simulate(lengths, case, variants=("plain",)).baseline for case in cases)
+    before, after = (simulate(lengths, case, variants=("original",)).baseline for case in cases)
     tokens = np.bincount(after.run.step, weights=after.run.length)
     slots = np.unique(np.stack([after.run.step, after.run.micro_batch]), axis=1)[0]  # the last step has an empty one
     more = 3 * 2.5 + 2 * 3.0 * np.bincount(slots) + 1.25 * tokens / 2 + 7.0

@@ -151,7 +151,7 @@ def test_micro_batches_hold_what_their_ranks_compute(layout: wlb_tools.ParallelL
                     assert found == (lengths.sum(), lengths.size, lengths.max(initial=0), parts[part].cp_size)
 
 
-@pytest.mark.parametrize(("name", "keys"), [("plain", "all"), ("wlb", "all"), ("wlb", "needed")])
+@pytest.mark.parametrize(("name", "keys"), [("original", "all"), ("wlb_llm", "all"), ("wlb_llm", "needed")])
 def test_steps_recomputed_one_by_one(name: str, keys: Any) -> None:
     """The naive way: every micro-batch by itself, on its slowest rank, through its own pipeline."""
     layout = wlb_tools.ParallelLayout(dp=2, pp=2, cp=4, recompute="full")
@@ -218,15 +218,15 @@ def test_every_method_is_dealt_alike() -> None:
     """What dealing gives is in no method's gain: the baseline is dealt, too, and a row of its own shows it."""
     case = scenario(wlb_tools.ParallelLayout(dp=4, pp=2))
     outcomes = simulate(documents(1500), case, variants=possible(case)).outcomes
-    for name in ("plain", "fixed", "per_document", "adaptive_cp", "packing", "wlb"):
+    for name in ("original", "fixed_length", "per_document", "adaptive_cp", "wlb_llm_packing", "wlb_llm"):
         np.testing.assert_array_equal(outcomes[name].run.order, dealt(outcomes[name], case))
     window = {"window": Variant(title="window", packing="fixed_length", window=3)}
     outcome = simulate(documents(1500), case, variants=window).baseline
     np.testing.assert_array_equal(outcome.run.order, dealt(outcome, case))
-    steps, width = outcomes["plain"].run.tokens.shape
+    steps, width = outcomes["original"].run.tokens.shape
     arrival = np.tile(np.arange(width).reshape(4, -1), (steps, 1, 1))
     np.testing.assert_array_equal(outcomes["as_they_come"].run.order, arrival)
-    assert outcomes["plain"].total_seconds < outcomes["as_they_come"].total_seconds
+    assert outcomes["original"].total_seconds < outcomes["as_they_come"].total_seconds
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -234,7 +234,9 @@ def test_methods_that_cut_get_full_global_batches(layout: wlb_tools.ParallelLayo
     lengths = documents(1000)
     case = scenario(layout)
     window = Variant(title="window", packing="fixed_length", window=2)
-    simulation = simulate(lengths, case, variants={name: VARIANTS[name] for name in ("plain", "fixed")} | {"w": window})
+    simulation = simulate(
+        lengths, case, variants={name: VARIANTS[name] for name in ("original", "fixed_length")} | {"w": window}
+    )
     steps = -(-int(lengths.sum()) // case.tokens_per_batch)
     for name, outcome in simulation.outcomes.items():
         assert (trained(outcome.run, lengths) == 1).all()
@@ -244,7 +246,7 @@ def test_methods_that_cut_get_full_global_batches(layout: wlb_tools.ParallelLayo
         if name != "w":
             assert (outcome.run.tokens[:-1] == case.context).all()
             assert outcome.run.delay_mean == 0
-    full = simulate(np.full(3 * case.micro_batches, 4096), case, variants=("plain",)).baseline
+    full = simulate(np.full(3 * case.micro_batches, 4096), case, variants=("original",)).baseline
     assert full.run.streamed == 3
 
 
@@ -254,17 +256,23 @@ def test_fixed_takes_the_better_sharding_of_the_whole_run() -> None:
         Variant(title=strategy, packing="fixed_length", strategies=(strategy,))
         for strategy in ("per_sequence", "per_document")
     )
-    outcomes = simulate(lengths, case, variants={"fixed": VARIANTS["fixed"], "one": one, "other": other}).outcomes
+    outcomes = simulate(
+        lengths, case, variants={"fixed_length": VARIANTS["fixed_length"], "one": one, "other": other}
+    ).outcomes
     best = min(outcomes["one"], outcomes["other"], key=lambda outcome: outcome.total_seconds)
-    assert outcomes["fixed"].total_seconds == best.total_seconds < max(o.total_seconds for o in outcomes.values())
-    assert len(outcomes["fixed"].sharded.strategies) == 1
+    assert (
+        outcomes["fixed_length"].total_seconds == best.total_seconds < max(o.total_seconds for o in outcomes.values())
+    )
+    assert len(outcomes["fixed_length"].sharded.strategies) == 1
 
 
 def test_no_document_waits_longer_than_it_may() -> None:
     case = scenario(outlier_thresholds=(1500, 3000))
     longest = [
         int(
-            simulate(documents(), dataclasses.replace(case, max_delay=most), variants=("wlb",)).baseline.run.delay.max()
+            simulate(
+                documents(), dataclasses.replace(case, max_delay=most), variants=("wlb_llm",)
+            ).baseline.run.delay.max()
         )
         for most in (None, 1)
     ]
@@ -276,10 +284,10 @@ def test_equal_documents_leave_nothing_to_gain(layout: wlb_tools.ParallelLayout)
     case = scenario(layout, outlier_thresholds=())
     simulation = simulate(np.full(5 * 8, 4096), case, variants=possible(case))
     # One document a micro-batch: per-sequence and per-document shards are the same.
-    for name in {"fixed", "packing", "per_document"} & set(simulation.outcomes):
+    for name in {"fixed_length", "wlb_llm_packing", "per_document"} & set(simulation.outcomes):
         assert simulation.speedup(name) == pytest.approx(1, rel=1e-12)
         assert simulation.outcomes[name].imbalance.max() == pytest.approx(1)
-    assert simulation.speedup("wlb") >= 1 - 1e-9
+    assert simulation.speedup("wlb_llm") >= 1 - 1e-9
 
 
 def test_the_same_input_gives_the_same_numbers() -> None:
@@ -295,17 +303,17 @@ def test_ordering() -> None:
     layout = wlb_tools.ParallelLayout(dp=2, pp=4, cp=2)
     simulation = simulate(lengths, scenario(layout))
     outcomes = simulation.outcomes
-    adaptive, per_document, plain = (outcomes[name].sharded for name in ("adaptive_cp", "per_document", "plain"))
+    adaptive, per_document, plain = (outcomes[name].sharded for name in ("adaptive_cp", "per_document", "original"))
 
     def slowest(sharded: Any) -> NDArray[np.float64]:
         return np.asarray((sharded.forward + sharded.backward).max(axis=1))
 
     assert (slowest(adaptive) <= np.minimum(slowest(per_document), slowest(plain)) * (1 + 1e-9)).all()
-    assert outcomes["wlb"].imbalance.mean() < outcomes["plain"].imbalance.mean()
-    assert outcomes["wlb_fitted"].imbalance.mean() < outcomes["wlb"].imbalance.mean()
-    assert simulation.speedup("plain") == 1
-    assert outcomes["wlb"].sharded.imbalance < outcomes["plain"].sharded.imbalance
-    assert outcomes["plain"].run.delay_mean == 0 < outcomes["wlb"].run.delay_mean
+    assert outcomes["wlb_llm"].imbalance.mean() < outcomes["original"].imbalance.mean()
+    assert outcomes["wlb_llm_fitted"].imbalance.mean() < outcomes["wlb_llm"].imbalance.mean()
+    assert simulation.speedup("original") == 1
+    assert outcomes["wlb_llm"].sharded.imbalance < outcomes["original"].sharded.imbalance
+    assert outcomes["original"].run.delay_mean == 0 < outcomes["wlb_llm"].run.delay_mean
     faster = simulate(lengths, scenario(layout, cp_overlap=1.0, tp_overlap=1.0, dp_overlap=1.0))
     for name, outcome in faster.outcomes.items():
         assert outcome.total_seconds < outcomes[name].total_seconds
@@ -320,8 +328,8 @@ def test_balance_pays_where_long_documents_are_most_of_the_work() -> None:
     case = Scenario(
         model=wlb.ModelConfig.preset("llama2-7b"), layout=layout, hardware=wlb_tools.Hardware.preset("h100")
     )
-    simulation = simulate(lengths, case, variants=("plain", "wlb", "wlb_fitted"))
-    assert 1 < simulation.speedup("wlb") < simulation.speedup("wlb_fitted")
+    simulation = simulate(lengths, case, variants=("original", "wlb_llm", "wlb_llm_fitted"))
+    assert 1 < simulation.speedup("wlb_llm") < simulation.speedup("wlb_llm_fitted")
 
 
 @settings(max_examples=20)
@@ -338,11 +346,11 @@ def test_any_stream(lengths: list[int], layout: wlb_tools.ParallelLayout, queues
 def test_the_packer_does_not_grade_itself() -> None:
     """Other costs change the plan, and not how a plan is priced."""
     lengths = documents()
-    variants = {"plain": VARIANTS["plain"], "wlb": VARIANTS["wlb"]}
+    variants = {"original": VARIANTS["original"], "wlb_llm": VARIANTS["wlb_llm"]}
     one = simulate(lengths, scenario(), variants=variants)
     other = simulate(lengths, scenario(cost_model=wlb.CostModel(attention=1.0, linear=0.0)), variants=variants)
-    assert one.outcomes["plain"].total_seconds == other.outcomes["plain"].total_seconds
-    assert one.outcomes["wlb"].run.digests != other.outcomes["wlb"].run.digests
+    assert one.outcomes["original"].total_seconds == other.outcomes["original"].total_seconds
+    assert one.outcomes["wlb_llm"].run.digests != other.outcomes["wlb_llm"].run.digests
 
 
 def test_memory_is_that_of_the_memory_model() -> None:
@@ -350,7 +358,7 @@ def test_memory_is_that_of_the_memory_model() -> None:
     layout = wlb_tools.ParallelLayout(pp=4, cp=2)
     case = scenario(layout, outlier_thresholds=(), max_tokens=None)
     assert case.limit == wlb_tools.max_tokens(MODEL, layout, case.hardware, num_micro_batches=4)
-    outcome = simulate(np.full(8, 4096), case, variants=("plain",)).baseline
+    outcome = simulate(np.full(8, 4096), case, variants=("original",)).baseline
     expected = wlb_tools.memory_per_rank(MODEL, layout, 4096, num_micro_batches=4)
     np.testing.assert_allclose(outcome.memory.total, expected.total, rtol=1e-12)
     # GPipe holds every micro-batch on every rank, so fewer tokens fit.
@@ -390,9 +398,9 @@ def test_more_micro_batches_fit_into_memory_too() -> None:
 )
 def test_more_micro_batches_than_a_cluster_can_have(case: Scenario, argument: str) -> None:
     assert [name for name in possible(case) if name not in defaults(case) and name in DEFAULT] == ["finer"]
-    assert "Not compared: WLB, finer, since " in not_compared(case)[0]
+    assert "Not compared: wlb, finer, since " in not_compared(case)[0]
     with pytest.raises(wlb.WlbError) as raised:
-        simulate(documents(), case, variants=("plain", "finer"), progress=lambda *_: pytest.fail("too late"))
+        simulate(documents(), case, variants=("original", "finer"), progress=lambda *_: pytest.fail("too late"))
     assert raised.value.argument == argument
     assert {choice.split for choice in tune(documents(100), case).tried} <= {1, 4}
 
@@ -413,9 +421,9 @@ def test_own_variants_and_paper_choices() -> None:
 
 def test_thresholds_are_tuned_with_the_costs_that_use_them() -> None:
     case, lengths = scenario(outlier_thresholds=None, num_queues=1), documents(1500)
-    simulation = simulate(lengths, case, variants=("wlb", "wlb_fitted"))
+    simulation = simulate(lengths, case, variants=("wlb_llm", "wlb_llm_fitted"))
     stream = lengths[: wlb.batch_offsets(lengths, tokens_per_batch=case.tokens_per_batch)[simulation.batches // 4]]
-    for name, setup in (("wlb", case.setup()), ("wlb_fitted", case.setup(fitted_to=lengths))):
+    for name, setup in (("wlb_llm", case.setup()), ("wlb_llm_fitted", case.setup(fitted_to=lengths))):
         tuned = wlb.tune(
             stream,
             num_micro_batches=case.micro_batches,
@@ -427,7 +435,7 @@ def test_thresholds_are_tuned_with_the_costs_that_use_them() -> None:
             tokens_per_batch=case.tokens_per_batch,
         )
         assert simulation.outcomes[name].run.thresholds == tuned.thresholds
-    assert simulation.thresholds == simulation.outcomes["wlb"].run.thresholds
+    assert simulation.thresholds == simulation.outcomes["wlb_llm"].run.thresholds
 
 
 def test_fitted_efficiency_is_what_the_cluster_does() -> None:
@@ -534,10 +542,10 @@ def test_variants_that_cannot_be(changes: dict[str, Any], argument: str) -> None
 @pytest.mark.parametrize(
     ("lengths", "variants", "argument", "index"),
     [
-        ([10, 4097], ("plain",), "lengths", 1),
-        ([10, 0], ("plain",), "lengths", 1),
-        ([], ("plain",), "lengths", None),
-        ([10], ("plain", "faster"), "variants", 1),
+        ([10, 4097], ("original",), "lengths", 1),
+        ([10, 0], ("original",), "lengths", 1),
+        ([], ("original",), "lengths", None),
+        ([10], ("original", "faster"), "variants", 1),
         ([10], (), "variants", None),
     ],
 )
@@ -549,16 +557,19 @@ def test_streams_and_variants_that_make_no_sense(
     assert (raised.value.argument, raised.value.index) == (argument, index)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("adaptive_release", 1.3), ("finer", 1.3), ("wlb_dynamic_cp", 1.1)])
+@pytest.mark.parametrize(("name", "bound"), [("wlb", 1.3), ("finer", 1.3), ("wlb_dynamic_cp", 1.1)])
 def test_the_work_of_steps_is_bounded(name: str, bound: float) -> None:
     """In global batches of the scenario, however many of them a packer takes for one."""
     lengths = documents(3000)
     free, bounded = (
-        simulate(lengths, scenario(max_step_cost=most), variants=("plain", "wlb", name)) for most in (None, bound)
+        simulate(lengths, scenario(max_step_cost=most), variants=("original", "wlb_llm", name))
+        for most in (None, bound)
     )
     heaviest = [one.outcomes[name].summary()["step_work_heaviest"] for one in (free, bounded)]
     assert heaviest[1] < min(heaviest[0], bound + 0.2)
-    assert [one.outcomes["wlb"].run.digests for one in (free, bounded)] == [free.outcomes["wlb"].run.digests] * 2
+    assert [one.outcomes["wlb_llm"].run.digests for one in (free, bounded)] == [
+        free.outcomes["wlb_llm"].run.digests
+    ] * 2
 
 
 def test_a_method_may_bound_the_work_of_its_steps_by_itself() -> None:
@@ -576,11 +587,11 @@ def test_a_method_may_bound_the_work_of_its_steps_by_itself() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["plain", "wlb", "wlb_dynamic_cp"])
+@pytest.mark.parametrize("name", ["original", "wlb_llm", "wlb_dynamic_cp"])
 def test_plans_are_graded_by_attention_that_they_were_not_made_for(name: str) -> None:
     """The sweep prices the same plan with a kernel that is so much faster, whatever else follows from it."""
     case, lengths = scenario(), documents()
-    simulation = simulate(lengths, case, variants=("plain", name) if name != "plain" else ("plain",))
+    simulation = simulate(lengths, case, variants=("original", name) if name != "original" else ("original",))
     outcome = simulation.outcomes[name]
     assert [at.attention_rate for at in outcome.swept] == list(ATTENTION_RATES)
     for at in outcome.swept:
@@ -641,7 +652,7 @@ def test_layers_are_priced_as_what_they_are() -> None:
         unlike = model or wlb.ModelConfig(hidden_size=512, vocab_size=1000, layers=layers)
         base = scenario(LAYOUTS[2], context=32768 * 8, max_tokens=49152 * 8)
         case = dataclasses.replace(base, model=unlike, outlier_thresholds=None)
-        return simulate(lengths, case, variants=("plain", "wlb")).outcomes["wlb"].summary()
+        return simulate(lengths, case, variants=("original", "wlb_llm")).outcomes["wlb_llm"].summary()
 
     plain, windows = simulated(model=MODEL), simulated(*[local] * 6, attention, attention)
     assert simulated(*[attention] * 8) == plain

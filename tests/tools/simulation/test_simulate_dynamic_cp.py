@@ -267,7 +267,7 @@ def test_what_is_fastest_by_tokens_may_cut_documents_and_pays_for_it_by_flops() 
         speeds = [work / choice.outcome.steady_seconds for work, choice in zip(trained, shown, strict=True)]
         assert speeds[shown.index(tuning.best)] * 1.003 >= max(speeds)
     whole, cut = (MODEL.flops(of).sum() for of in (lengths, tuned["tokens"].baseline.run.length))
-    released = next(choice for choice in tuned["flops"].by_plan if choice.kind == "adaptive_release")
+    released = next(choice for choice in tuned["flops"].by_plan if choice.kind == "wlb")
     gains = [released.speedup(tuned["flops"].baseline, by) for by in get_args(Objective)]
     assert gains[1] / gains[0] == pytest.approx(whole / cut)
     assert whole > 1.01 * cut, "the case shows the difference"

@@ -90,7 +90,7 @@ def test_groups_that_meet(sizes: list[list[int]], data: st.DataObject) -> None:
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_all_time_is_accounted_for(ep: int) -> None:
     lengths = documents(300)
-    names = ("plain", "wlb", "dynamic_cp")
+    names = ("original", "wlb_llm", "dynamic_cp")
     found = simulate(lengths, case(ep, noise=0.05), variants=names)
     for outcome in found.outcomes.values():
         assert (trained(outcome.run, lengths) == 1).all()
@@ -102,14 +102,14 @@ def test_all_time_is_accounted_for(ep: int) -> None:
         gradients = outcome.attribution["dp_communication"][0]
         assert outcome.seconds[0] == pytest.approx(slowest + gradients, rel=1e-12)
     # Two neighbours are the context-parallel ranks of a replica, which wait for each other anyway.
-    waits = float(found.outcomes["plain"].attribution["ep_wait"].sum())
+    waits = float(found.outcomes["original"].attribution["ep_wait"].sum())
     assert waits == 0 if ep == 2 else waits > 0
 
 
 def test_replicas_that_share_experts_run_in_lockstep() -> None:
     """Each op takes what the slowest of them takes by itself, on its own tokens and the experts' even share."""
     lengths, together = documents(300), case(4, LAYOUT)
-    outcome = static(simulate(lengths, together, variants=("plain",)).baseline)
+    outcome = static(simulate(lengths, together, variants=("original",)).baseline)
     pairs = outcome.costs.reshape(outcome.costs.shape[0], 2, 2, *outcome.costs.shape[2:])
     passes = np.stack([pairs[..., 0], pairs[..., 1:].sum(axis=-1)], axis=-1)  # 1F1B runs both gradients as one
     np.testing.assert_allclose(passes[:, :, 0], passes[:, :, 1], rtol=1e-12)
@@ -156,7 +156,7 @@ def test_experts_across_all_replicas_wait_in_every_micro_batch() -> None:
     """That costs more than waiting once a step, although each rank's experts then have an even share of the visits."""
     lengths = documents(300)
     hidden = {"cp_overlap": 1.0, "tp_overlap": 1.0, "ep_overlap": 1.0, "dp_overlap": 1.0}
-    for name in ("plain", "dynamic_cp"):
+    for name in ("original", "dynamic_cp"):
         seconds = [simulate(lengths, case(ep, **hidden), variants=(name,)).baseline.total_seconds for ep in (2, 8)]
         assert seconds[0] < seconds[1], name
 

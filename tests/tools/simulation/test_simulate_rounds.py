@@ -112,7 +112,7 @@ def recomputed(outcome: Any, step: int) -> float:
 @given(
     st.sampled_from([(2, 1, 1), (3, 1, 2), (2, 2, 1), (2, 3, 2), (4, 4, 1), (1, 2, 2)]),
     st.sampled_from(["none", "zero1", "zero2", "zero3"]),
-    st.sampled_from(["plain", "fixed", "wlb", "adaptive_release"]),
+    st.sampled_from(["original", "fixed_length", "wlb_llm", "wlb"]),
     st.sampled_from([0.0, 0.5, 1.0]),
     st.sampled_from([H100, dataclasses.replace(H100, intra_node=SLOW, inter_node=SLOW)]),
     st.integers(0, 99),
@@ -220,7 +220,7 @@ def test_whole_documents_are_planned_for_rounds() -> None:
     seconds = {}
     for sync in ("micro_batch", "step"):
         scenario = case(wlb_tools.ParallelLayout(dp=4), per_rank=4, sync=sync, dp_overlap=1.0)  # type: ignore[arg-type]
-        outcome = static(simulate(lengths, scenario, variants=("adaptive_release",)).baseline)
+        outcome = static(simulate(lengths, scenario, variants=("wlb",)).baseline)
         seconds[sync] = outcome
     planned, dealt = seconds["micro_batch"], seconds["step"]
     assert planned.run.digests != dealt.run.digests
@@ -272,7 +272,7 @@ def test_small_micro_batches_hide_no_more_than_they_compute() -> None:
             max_tokens=None,
         )
         cut = wlb.split_documents(lengths, max_document_tokens=1024)[2]
-        seconds.append(simulate(cut, scenario, variants=("plain",)).baseline.steady_seconds)
+        seconds.append(simulate(cut, scenario, variants=("original",)).baseline.steady_seconds)
     assert seconds[1] > 2 * seconds[0]
 
 
@@ -280,7 +280,7 @@ def test_a_tuned_packer_plans_for_ranks_that_meet() -> None:
     """As it was simulated: what is printed makes the same packer."""
     scenario = case(wlb_tools.ParallelLayout(dp=2, fsdp="zero3"), per_rank=2, outlier_thresholds=None, num_queues=1)
     tuning = tune(documents(120), scenario)
-    for kind, early in (("adaptive_release", 0), ("early", EARLY)):
+    for kind, early in (("wlb", 0), ("early", EARLY)):
         of_kind = [choice for choice in tuning.tried if choice.kind == kind]
         assert {choice.max_early for choice in of_kind} == {early}
         made: dict[str, Any] = {}

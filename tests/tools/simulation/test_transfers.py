@@ -96,7 +96,7 @@ def test_without_overlap_a_step_takes_what_the_schedule_of_torch_takes(pp: int, 
     case = dataclasses.replace(scenario(layout, num_micro_batches=count), hardware=hardware)
     # Micro-batches of equally many tokens, and unequal work.
     found = {
-        share: simulate(documents(), dataclasses.replace(case, p2p_overlap=share), variants=("fixed",)).baseline
+        share: simulate(documents(), dataclasses.replace(case, p2p_overlap=share), variants=("fixed_length",)).baseline
         for share in (0.0, 1.0)
     }
     hidden = found[1.0]

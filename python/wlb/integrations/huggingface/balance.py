@@ -23,9 +23,11 @@ from wlb.integrations.huggingface.loader import REAL, MicroBatchCallback, MicroB
 from wlb.integrations.huggingface.planning import Options, Planned, Planner, Resumed, documents_of, limits_of
 from wlb.integrations.huggingface.plans import Evaluation, KnownLengths, Streamed
 from wlb.integrations.huggingface.proof import prove
-from wlb.integrations.huggingface.refusals import check_repeated, check_trainer
+from wlb.integrations.huggingface.refusals import check_trainer
+from wlb.integrations.huggingface.streamed import StreamedEvaluation
 from wlb.integrations.rows import Rows
 from wlb.torch.agreement import agree
+from wlb.torch.boundaries import told
 from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
@@ -160,14 +162,14 @@ class _Balanced(Trainer):
 
     def _wlb_take(self, planned: Planned) -> None:
         self._wlb_planner.set_arguments(self, planned.arguments)
-        self._wlb_plan, self._wlb_plain, self._wlb_callback.pace = planned.plan, planned.plain, planned.pace
+        self._wlb_plan, self._wlb_plain = planned.plan, planned.plain
+        self._wlb_callback.pace, self._wlb_callback.anew = planned.pace, planned.anew
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Notes the checkpoint from which training resumes, and closes streams at the end."""
         anew = self._wlb_planner.given(self, "ignore_data_skip")
         folder = kwargs.get("resume_from_checkpoint")
-        self._wlb_resumed = resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
-        self._wlb_callback.anew = resumed is not None and resumed.state is None
+        self._wlb_resumed = Resumed.of(folder, MicroBatchCallback.__name__, anew=anew)
         try:
             result = super()._inner_training_loop(*args, **kwargs)
         finally:
@@ -207,26 +209,39 @@ class _Balanced(Trainer):
         verify = self._wlb_planner.options.verify
         check = (lambda step: prove(self, step, plain=self._wlb_plain)) if verify else agree
         steps, dataset = self._wlb_plan.steps(), self.train_dataset
-        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset)
+        device = self.args.device if getattr(self.args.accelerator_config, "non_blocking", False) else None
+        return MicroBatchLoader(steps, plain=self._wlb_plain, before_first=check, dataset=dataset, device=device)
+
+    def _load_callback_state(self) -> None:
+        """Restores the states of callbacks; the one that saves states restores its own when training begins."""
+        super()._load_callback_state()
+        self.remove_callback(MicroBatchCallback)
+        self.add_callback(self._wlb_callback)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Packed rows, if the evaluation allows it.
-
-        Raises:
-            wlb.WlbError: accelerate would repeat rows on some ranks, and cannot tell which.
-        """
+        """Packed rows, if the evaluation allows it."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[index]
-        sized = has_length(dataset) and not isinstance(dataset, IterableDataset)
-        if self.compute_metrics is not None or dataset is None or not sized:
-            if not has_length(dataset) and dataset is not None:
-                check_repeated(self)
-            return super().get_eval_dataloader(eval_dataset)
+        if self.compute_metrics is not None or dataset is None or _is_stream(dataset):
+            own = super().get_eval_dataloader
+            return self._wlb_streamed(dataset) if self._wlb_is_shared(dataset) else own(eval_dataset)
         model: Any = self.model
         limits, plain = limits_of(self, self._wlb_planner.options), not takes_keywords(model)
         rows = Rows(*documents_of(self, dataset, "evaluation"), limits.reader)
         return Evaluation(rows, limits, self.args, plain=plain)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The trainer's own batches; those of a stream have each row once."""
+        own = super().get_test_dataloader
+        return self._wlb_streamed(test_dataset) if self._wlb_is_shared(test_dataset) else own(test_dataset)
+
+    def _wlb_is_shared(self, dataset: Any) -> bool:
+        """Whether several ranks share a stream."""
+        return self.args.world_size > 1 and dataset is not None and _is_stream(dataset)
+
+    def _wlb_streamed(self, dataset: Any) -> StreamedEvaluation:
+        return StreamedEvaluation(*documents_of(self, dataset, "evaluation"), self.args, self.accelerator)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """Makes the loss the mean over labels; the Trainer's own mean gives all batches equal weight."""
@@ -250,6 +265,7 @@ class _Balanced(Trainer):
         real = inputs.pop(REAL, None) if isinstance(inputs, dict) else None
         if hasattr(self, "_total_train_tokens") and model.training:  # TRL's, to which it adds the rows of all ranks
             self._total_train_tokens -= self._wlb_of_all_ranks(0 if real is None else total - real)
+        inputs = told(model, inputs) if isinstance(inputs, dict) else inputs
         with routed(model, real if real else None), learnt_alone(self, inputs, model.training):
             result = super().compute_loss(model, inputs, *args, **kwargs)
         if real == 0:
@@ -311,6 +327,10 @@ class _Balanced(Trainer):
         """Labels of a step, or of a batch of an evaluation, on all ranks."""
         self._wlb_items = super()._get_num_items_in_batch([_labels_to_count(batch) for batch in batch_samples], device)
         return self._wlb_items
+
+
+def _is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not has_length(dataset)
 
 
 def _labels_to_count(batch: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+import torch
+from accelerate.utils import send_to_device
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -41,6 +43,7 @@ class MicroBatchLoader:
         plain: as in `row_of`.
         before_first: called with the first step before it is given.
         dataset: the data set that is read, for callbacks that look at it.
+        device: where rows are put without waiting for the copy; None: the Trainer moves them.
 
     Attributes:
         steps: As above.
@@ -56,12 +59,14 @@ class MicroBatchLoader:
         plain: bool = False,
         before_first: Callable[[Step[Any]], None] | None = None,
         dataset: Any = None,
+        device: torch.device | None = None,
     ) -> None:
         self.steps = steps
         self.dataset = dataset
         self.untrained: deque[tuple[Step[Any], float | None]] | None = None
         self._plain = plain
         self._before_first = before_first
+        self._device = device
         self._documents: int | None = steps.describe()["documents"]
 
     @property
@@ -78,7 +83,8 @@ class MicroBatchLoader:
             if self.untrained is not None and step.snapshot is not None:
                 self.untrained.append((replace(step, micro_batches=[]), self._epochs_after(step)))
             for batch in step.micro_batches:
-                yield row_of(batch, plain=self._plain) if isinstance(batch, PackedBatch) else batch
+                row = row_of(batch, plain=self._plain) if isinstance(batch, PackedBatch) else batch
+                yield row if self._device is None else send_to_device(row, self._device, non_blocking=True)
 
     def _epochs_after(self, step: Step[Any]) -> float | None:
         """Epochs done once a step is trained; None for a stream, which has no epochs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -104,12 +104,14 @@ class Planned:
         plain: whether the model takes no keyword arguments.
         arguments: training arguments that the plan changes.
         pace: of the learning-rate schedule.
+        anew: whether the data begin anew after a resume.
     """
 
     plan: KnownLengths | Streamed
     plain: bool
     arguments: dict[str, Any]
     pace: Pace
+    anew: bool
 
 
 @dataclass
@@ -141,6 +143,9 @@ class Planner:
         max_steps = own["max_steps"]
         if has_length(trainer.train_dataset) and not isinstance(trainer.train_dataset, IterableDataset):
             plan = self._known(trainer, limits, own, resumed)
+            if resumed is not None and self._begins_anew(trainer, plan, resumed):
+                resumed = replace(resumed, state=None)
+                plan = self._known(trainer, limits, own, resumed)
             split = limits.loading.oversize == "split" and int(plan.lengths.max()) > limits.context
         else:
             plan = self._streamed(trainer, limits, own)
@@ -166,7 +171,20 @@ class Planner:
                 "ignore_data_skip": True,
             },
             pace,
+            resumed is not None and resumed.state is None,
         )
+
+    def _begins_anew(self, trainer: Any, plan: KnownLengths, resumed: Resumed) -> bool:
+        """Whether a checkpoint is of other documents, and `ignore_data_skip` says that the data begin anew.
+
+        Raises:
+            wlb.WlbError: It is of other documents, and `ignore_data_skip` does not say so.
+        """
+        wrong = "" if resumed.state is None else plan.sampler().other_documents(resumed.state)
+        if wrong and not self.given(trainer, "ignore_data_skip"):
+            message = f"{wrong}; or give TrainingArguments(ignore_data_skip=True), with which the data begin anew"
+            raise error("resume_from_checkpoint", message)
+        return bool(wrong)
 
     def remarks(self, planned: Planned, world_size: int) -> Iterator[str]:
         """Notes for the user: documents that `max_tokens` cuts, and plans in which there is nothing to balance.

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from wlb._errors import error
 from wlb.integrations.versions import OLDEST
-from wlb.torch.layers import against_packing
+from wlb.torch.layers import against_labels, against_packing
 
 _NEEDED: tuple[str, ...] = (
     "get_batch_samples",
@@ -79,20 +79,6 @@ def shuffles(trainer: Any) -> bool:
     raise error("trainer", message, value=name)
 
 
-def check_repeated(trainer: Any) -> None:
-    """Refuses evaluations on several ranks in which repeated rows cannot be told from others.
-
-    Raises:
-        wlb.WlbError: Each rank would read its own part of a stream.
-    """
-    if trainer.args.world_size > 1 and trainer.args.accelerator_config.dispatch_batches is False:
-        message = (
-            "= False in accelerator_config: without a length of eval_dataset, rows that are repeated to fill up the "
-            "last batch cannot be told from others; leave it out, or give the data set a length"
-        )
-        raise error("dispatch_batches", message, value=False)
-
-
 # Columns from which TRL's trainers make examples of several sequences.
 _PREFERENCES = ("chosen", "rejected", "chosen_ids", "chosen_input_ids", "rejected_input_ids", "completion_input_ids")
 
@@ -117,10 +103,6 @@ def _check_examples(trainer: Any) -> None:
     raise error("trainer", message, value=paired or found)
 
 
-# Ends of names of models whose heads do not predict the next token.
-_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
-
-
 def _check_class(trainer: Trainer) -> None:
     classes = [cls for cls in type(trainer).__mro__ if not cls.__module__.startswith("wlb.")]
     own = next(cls for cls in classes if "get_train_dataloader" in vars(cls))
@@ -139,12 +121,8 @@ def _check_model(trainer: Any) -> None:
             "one that it has; set trainer.model_wrapped to it too, or make the trainer with it"
         )
         raise error("model", message, value=type(named).__name__)
-    kind = type(trained.get_base_model() if hasattr(trained, "get_base_model") else trained).__name__
-    if kind.endswith(_HEADS):
-        message = f"is a {kind}: labels of a packed row are next tokens, and its head learns others; do not balance it"
-        raise error("model", message, value=kind)
-    if wrong := against_packing(trained, 0):
-        raise error("model", wrong, value=kind)
+    if wrong := against_labels(trained) or against_packing(trained, 0):
+        raise error("model", wrong, value=type(trained).__name__)
 
 
 def check_longest(trainer: Any, max_document_tokens: int) -> None:
@@ -176,6 +154,9 @@ def _check_arguments(args: Any) -> None:
     ):
         if getattr(args, name, False):
             raise error(name, f"= True: {why}; make it False", value=True)
+    if getattr(args, "dataloader_in_order", True) is False:
+        message = "= False: micro-batches belong to steps, in the order of the plan; leave it out"
+        raise error("dataloader_in_order", message, value=False)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(args.accelerator_config, name, None):
             message = "= True in accelerator_config: every rank reads its own part of the plan; leave it out"

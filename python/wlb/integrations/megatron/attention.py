@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -15,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
@@ -173,20 +175,20 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             Like `query`; for "sbhd" `[tokens, 1, heads * head_dim]`.
 
         Raises:
-            wlb.WlbError: the row is not packed, or there is a bias.
+            wlb.WlbError: the row is not packed; its `cu_seqlens` are not those of its tokens; or there is a bias.
         """
         if packed_seq_params is None:
             raise error("packed_seq_params", "is missing: wlb's attention is for packed rows")
         if attention_bias is not None:
             raise error("attention_bias", "is not taken by wlb's attention")
-        shard, ranks = self._row(packed_seq_params)
+        shard, ranks = self._row(packed_seq_params, query.shape[0])
         q, k, v = (tensor.squeeze(1) if tensor.dim() == 4 else tensor for tensor in (query, key, value))
         sinks = None if self.softmax_offset is None else self.softmax_offset.to(q.device)  # a plain one stays behind
         options: Any = {"softmax_scale": self._scale, "window": self._window, "sinks": sinks}
         output: Tensor = context_parallel_attention(q, k, v, shard, group=ranks, **options)
         return output.flatten(1).unsqueeze(1) if query.dim() == 4 else output
 
-    def _row(self, params: PackedSeqParams) -> tuple[wlb.Shard, dist.ProcessGroup | None]:
+    def _row(self, params: PackedSeqParams, tokens: int) -> tuple[wlb.Shard, dist.ProcessGroup | None]:
         """Shard and process group of a row. Megatron-Core's own rows are read from the device, once for all layers."""
         if isinstance(params, ShardedSeqParams) and params.shard is not None:
             return params.shard, params.ranks
@@ -197,10 +199,41 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
             else:
                 ranks = parallel_state.get_context_parallel_group()
             size = 1 if ranks is None else ranks.size()
-            padded = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-            shard = wlb.shard(padded.diff().cpu().numpy(), cp_size=size, strategy="per_document")
+            shard = wlb.shard(_documents_of(params, tokens * size), cp_size=size, strategy="per_document")
             known = params._wlb_row = shard, ranks if size > 1 else None
         return known
+
+
+def _documents_of(params: PackedSeqParams, tokens: int) -> NDArray[np.int32]:
+    """int32 [documents], tokens of each document of Megatron-Core's own row. Read from the device.
+
+    Args:
+        params: of the row. If `cu_seqlens` repeat their last entry, that is Megatron-Core's padding of their number.
+        tokens: of the row, on all context-parallel ranks.
+
+    Raises:
+        wlb.WlbError: `cu_seqlens` do not begin at 0, do not ascend, or do not end at the row's end; or keys have other
+            ones than queries.
+    """
+    padded = params.cu_seqlens_q_padded is not None
+    name, other = ("cu_seqlens_q_padded", "cu_seqlens_kv_padded") if padded else ("cu_seqlens_q", "cu_seqlens_kv")
+    found = getattr(params, name).cpu().numpy()
+    keys = getattr(params, other, None)
+    if keys is not None and not np.array_equal(found, keys.cpu().numpy()):
+        raise error(other, f"differs from {name}: wlb's attention is for keys of the same documents as queries")
+    if found.ndim != 1 or found.size < 2 or found[0] != 0:
+        begin = found.reshape(-1)[:1].tolist()
+        raise error(name, f"of shape {list(found.shape)} begins with {begin}: must be [documents + 1], from 0 on")
+    if found[-1] != tokens:
+        message = f"= {int(found[-1])}: must be the end of the row, which has {tokens} tokens on all ranks together"
+        raise error(name, message, index=found.size - 1, value=int(found[-1]))
+    ends = int(np.searchsorted(found, tokens)) + 1 if (np.diff(found) >= 0).all() else found.size
+    lengths: NDArray[np.int32] = np.diff(found[:ends])
+    if (lengths < 1).any():
+        at = int((lengths < 1).argmax())
+        message = f"= {int(found[at + 1])} after {int(found[at])}: must ascend; only the last entry may be repeated"
+        raise error(name, message, index=at + 1, value=int(found[at + 1]))
+    return lengths
 
 
 def packed_layers(spec: Any, *, core_attention: bool = True) -> Any:

@@ -117,7 +117,7 @@ def data_iterator(
         row_multiple=setup.row_multiple,
         pad_token=pad_token,
         padded=setup.padded,
-        hooks=require_masks(setup.chunks, setup.config),
+        hooks=require_masks(setup.chunks, setup.config, padded=setup.padded),
     )
 
 

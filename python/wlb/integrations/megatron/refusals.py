@@ -143,19 +143,31 @@ def _bias_leaves_out_padding() -> bool:
     return bool((counting.local_tokens_per_expert == 2).all())
 
 
-def require_masks(chunks: Sequence[Any], config: Any) -> list[RemovableHandle]:
+def require_masks(chunks: Sequence[Any], config: Any, *, padded: bool) -> list[RemovableHandle]:
     """Stops a model at its first forward pass of packed rows if it needs a mask of padding and does not get it.
 
     Args:
         chunks: of the model on this rank; empty if only its configuration is known.
         config: of the model.
+        padded: whether rows may have padding.
 
     Returns:
         Hooks to remove at the end.
+
+    Warns:
+        UserWarning: the model needs a mask, and without the model itself nobody sees whether it gets one.
     """
     predicts, learns = bool(getattr(config, "mtp_num_layers", None)), routers_learn(config)
     if not predicts and not learns:
         return []
+    masks = [name for name, needed in (("loss_mask", predicts), ("padding_mask", learns and padded)) if needed]
+    if masks and not chunks:
+        given = ", ".join(f"{name}=batch.{name}" for name in masks)
+        warn(
+            f"model is a configuration, so it is not checked that the forward step calls model(..., {given}), without "
+            "which the model learns where there is no label, or from padding: give data_iterator the model itself, or "
+            "make sure of it"
+        )
 
     def check(model: Any, args: Any, kwargs: Any) -> None:
         given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments

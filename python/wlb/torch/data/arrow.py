@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._rows import WITHOUT_EFFECT, masked_lengths
+from wlb.torch.data.documents import nothing
 from wlb.torch.data.rows import KNOWN, RowReader, sequence_lengths
 
 
@@ -67,22 +68,32 @@ class ArrowRows:
         return found
 
 
-def arrow_lengths(dataset: Any) -> NDArray[np.int64] | None:
+def arrow_lengths(dataset: Any, argument: str = "dataset") -> NDArray[np.int64] | None:
     """int64 [rows], tokens of each without padding, without making documents; None for other data sets.
 
     Tokens with 0 in `attention_mask`, if there is such a column, are padding.
+
+    Raises:
+        wlb.WlbError: A row has no tokens (null); the error names it, and `argument`.
     """
     if not _is_tables(dataset):
         return None
     compute = import_module("pyarrow.compute")  # comes with the data set
     masked = "attention_mask" in dataset.format["columns"] and _holds_integers(dataset, "attention_mask")
-    name = "attention_mask" if masked else "input_ids"
-    tables = dataset.select_columns([name]).with_format("arrow").iter(batch_size=10_000)
-    if masked:
-        lengths = [masked_lengths(table[name]) for table in tables]
-    else:
-        lengths = [compute.list_value_length(table[name]).to_numpy() for table in tables]
-    return np.concatenate(lengths).astype(np.int64) if lengths else np.empty(0, np.int64)
+    names = ["input_ids", *(["attention_mask"] if masked else [])]
+    found, before = [np.empty(0, np.int64)], 0
+    for table in dataset.select_columns(names).with_format("arrow").iter(batch_size=10_000):
+        lengths = compute.list_value_length(table["input_ids"])
+        if lengths.null_count:
+            first = int(np.flatnonzero(lengths.is_null().to_numpy())[0])
+            raise nothing(argument, before + first, "input_ids")
+        lengths = lengths.to_numpy()
+        if masked:  # a row without a mask has no padding
+            hidden = table["attention_mask"].is_null().to_numpy()
+            lengths = np.where(hidden, lengths, masked_lengths(table["attention_mask"]))
+        found.append(lengths.astype(np.int64))
+        before += lengths.size
+    return np.concatenate(found)
 
 
 def _is_tables(dataset: Any) -> bool:

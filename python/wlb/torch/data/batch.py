@@ -9,12 +9,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
 import wlb
 from wlb._errors import error
 from wlb._shown import explained
+from wlb.torch.boundaries import told
 
 IGNORE: Final = -100
 """The label of a token that predicts nothing; `torch.nn.functional.cross_entropy` ignores it by default."""
@@ -169,8 +170,8 @@ class PackedBatch:
         """A copy with its tensors on `device`. `non_blocking` overlaps the copy if they are in pinned memory."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def as_hf(self, *, plain: bool = False) -> dict[str, Any]:
-        """One row of documents as Hugging Face's causal models take it: `model(**batch.as_hf())`.
+    def as_hf(self, model: nn.Module | None = None, *, plain: bool = False) -> dict[str, Any]:
+        """One row of documents as Hugging Face's causal models take it: `model(**batch.as_hf(model))`.
 
         These models shift labels themselves, so `labels` are not shifted here, and the first label of each document is
         IGNORE, because no document predicts the next one. The label of the last token of a piece is only in
@@ -178,6 +179,8 @@ class PackedBatch:
         every model can run.
 
         Args:
+            model: that will be called, wrapped or not. Needed only for layers that take `cu_seqlens` by that name (Kimi
+                delta attention); the row then has it.
             plain: return only what every causal model takes, for models without `**kwargs`. The label after a piece is
                 then not learnt.
 
@@ -185,7 +188,8 @@ class PackedBatch:
             `input_ids`, `position_ids` (from 0 in every document), `labels`: int64 [1, tokens]; `use_cache` False,
             without which attention would see other documents. Unless `plain` also `shift_labels`, int64 [1, tokens],
             and arguments of flash attention: `cu_seq_lens_q`, `cu_seq_lens_k`, int32 [documents + 1]; `max_length_q`,
-            `max_length_k`. If documents have several rows of position ids, these are int64 [1 + rows, 1, tokens]: the
+            `max_length_k`; and of convolutions and recurrent states: `seq_idx`, int32 [1, tokens], the number of each
+            token's document. If documents have several rows of position ids, these are int64 [1 + rows, 1, tokens]: the
             first row counts from 0 in every document, by which models with mRoPE find the documents. Further columns
             are [1, ..., tokens].
 
@@ -219,7 +223,10 @@ class PackedBatch:
             longest = max(self.max_seqlen, 1)
             result |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
             result |= {"max_length_q": longest, "max_length_k": longest}
-        return result
+            numbers = torch.arange(cu_seqlens.numel() - 1, dtype=torch.int32, device=tokens.device)
+            numbers = numbers.repeat_interleave(cu_seqlens.diff(), output_size=tokens.numel())
+            result["seq_idx"] = numbers.unsqueeze(0)
+        return result if model is None else told(model, result)
 
     def _hf_positions(self) -> Tensor:
         """Position ids in which these models find the documents: [tokens], or [1 + rows, tokens]."""

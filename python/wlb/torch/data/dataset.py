@@ -60,7 +60,7 @@ class Documents(Dataset[Document]):
         index = self._documents_of_rows()
         if index is not None:
             return index.lengths
-        found = arrow_lengths(self.dataset)
+        found = arrow_lengths(self.dataset, self._argument)
         if found is not None:
             return found
         return np.array([len(self[number].tokens) for number in range(len(self.dataset))], np.int64)

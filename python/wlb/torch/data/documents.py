@@ -75,12 +75,33 @@ def num_labels(document: Document) -> int:
     return int(of_others) - (document.next_token is None)
 
 
+def tokens_of(row: Any, argument: str, index: int) -> Any:
+    """The tokens of a row as they are: of a mapping its `input_ids`, else the row itself. Their `len` is its length.
+
+    Raises:
+        wlb.WlbError: There are none (null).
+    """
+    column = "input_ids" if isinstance(row, Mapping) else ""
+    tokens = row["input_ids"] if column else row
+    if tokens is None:
+        raise nothing(argument, index, column)
+    return tokens
+
+
+def nothing(argument: str, index: int, column: str = "") -> wlb.WlbError:
+    """The error for a row without a value (null) in a column, or without any."""
+    where = f"has nothing in column {column!r} (null)" if column else "is nothing (null)"
+    return error(argument, f"{where}: filter such rows out", index=index, value=None)
+
+
 def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
     """One-dimensional integers, not copied if possible.
 
     Raises:
-        wlb.WlbError: `tokens` is something else, or empty, or has a token beyond int64.
+        wlb.WlbError: `tokens` is something else, or nothing, or has a token that is nothing or beyond int64.
     """
+    if tokens is None:
+        raise nothing(argument, index)
     if isinstance(tokens, Tensor):
         tokens = _on_host(tokens)
     elif isinstance(tokens, (bytes, bytearray, memoryview)):
@@ -93,6 +114,9 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
         raise error(argument, f"has shape {array.shape}, not [tokens]", index=index, value=array.shape)
     if array.size == 0:
         raise error(argument, "has no tokens", index=index, value=0)
+    if array.dtype.kind == "O" and (missing := [at for at, token in enumerate(array) if token is None]):
+        message = f"has nothing at place {missing[0]} (null) of {array.size}: filter such rows out"
+        raise error(argument, message, index=index, value=None)
     if array.dtype.kind not in "iu":
         raise error(argument, f"holds {array.dtype}, not integers", index=index, value=str(array.dtype))
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:

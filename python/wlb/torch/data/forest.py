@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from wlb._errors import check_integer, error
 from wlb._shown import explained
 from wlb.torch.data.batch import IGNORE
 from wlb.torch.data.documents import Document, as_arrays
-from wlb.torch.data.rows import RowReader
+from wlb.torch.data.rows import KNOWN, RowReader, is_text
 from wlb.torch.data.step import Step
 
 Ints = NDArray[np.int64]
@@ -116,7 +116,7 @@ class ForestBatch:
         moved: dict[str, Any] = {name: work(value) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
-    def as_hf(self, *, plain: bool = False) -> NoReturn:
+    def as_hf(self, model: Any = None, *, plain: bool = False) -> NoReturn:
         """Refused, because Hugging Face's causal models take a restart of positions for a new document.
 
         Raises:
@@ -173,7 +173,8 @@ def collate_forest(
         )
         raise error("samples", message, value=len(samples))
     reader = RowReader()
-    named = [_whole(reader.documents(sample, number, "samples"), number) for number, sample in enumerate(samples)]
+    named = [_whole(reader, sample, number) for number, sample in enumerate(samples)]
+    _check_sizes(named, forest)
     arrays = [sample.tokens for sample in named]
     offsets = np.cumsum([0, *(array.size for array in arrays)], dtype=np.int64)
     flat = np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, np.int64)
@@ -340,7 +341,25 @@ def _filled(forest: wlb.PrefixForest, padding: int) -> wlb.PrefixForest:
     return wlb.PrefixForest.from_parents(parents, lengths, np.append(forest.ends, forest.num_nodes))
 
 
-def _whole(rows: Sequence[Document], number: int) -> Document:
+def _check_sizes(samples: Sequence[Document], forest: wlb.PrefixForest) -> None:
+    """Refuses samples of other lengths than the forest's."""
+    sizes = [places.size for places in paths_of(forest)]
+    found = [sample.tokens.size for sample in samples]
+    for number, (size, wanted) in enumerate(zip(found, sizes, strict=True)):
+        if size != wanted:
+            other = sorted(found) == sorted(sizes)
+            what = "they are in another order" if other else "these are other samples"
+            message = f"has {size} tokens, and sample {number} of the forest has {wanted}: {what}; give those of "
+            raise error("samples", message + "sample_ids, in their order", index=number, value=size)
+
+
+def _whole(reader: RowReader, row: Document | Any, number: int) -> Document:
+    if isinstance(row, Mapping):
+        for name, value in row.items():
+            if name not in KNOWN and not is_text(value):
+                message = f"has the column {name!r}: nodes have tokens and labels alone; leave it out of the samples"
+                raise error("samples", message, index=number, value=name)
+    rows = reader.documents(row, number, "samples")
     if len(rows) != 1:
         raise error("samples", f"holds {len(rows)} documents: a sample is one", index=number, value=len(rows))
     sample = as_arrays(rows[0], "samples", number)
@@ -349,7 +368,12 @@ def _whole(rows: Sequence[Document], number: int) -> Document:
         raise error("samples", message, index=number, value=sample.start)
     if sample.columns:
         names = ", ".join(sorted(sample.columns))
-        raise error("samples", f"has columns ({names}): nodes have tokens alone", index=number, value=names)
+        raise error(
+            "samples",
+            f"has columns ({names}): nodes have tokens and labels alone; leave them out of the samples",
+            index=number,
+            value=names,
+        )
     return sample
 
 

@@ -385,6 +385,31 @@ class StepReader:
             )
             raise error("state", message, value=saved)
 
+    def other_documents(self, state: Mapping[str, Any]) -> str:
+        """What is wrong if a state is of documents of other lengths, and the way on; empty if it is of these.
+
+        Raises:
+            wlb.WlbError: It does not say of which.
+
+        Complexity:
+            O(documents) if there are more of them now.
+        """
+        saved, corpus = field(state, "lengths", dict), self._order.corpus
+        if saved == self._lengths():
+            return ""
+        before, now = field(saved, "documents", int), int(corpus.lengths.size)
+        tokens, fingerprint = field(saved, "tokens", int), field(saved, "fingerprint", str)
+        if 0 < before < now and Corpus.of(corpus.lengths[:before], longest=None).fingerprint == fingerprint:
+            return (
+                f"was saved with {before} documents, behind which this data set has {now - before} more: resume with "
+                f"the first {before} alone (torch.utils.data.Subset(dataset, range({before})), or dataset.select), and "
+                "train all of them in the next run"
+            )
+        return (
+            f"was saved with {before} documents of {tokens} tokens, and this data set has {now} of {corpus.tokens}, or "
+            "in another order: resume with the documents that it was saved with"
+        )
+
     def _costs(self) -> dict[str, Any]:
         """Description of the costs that documents bring, for the state."""
         costs = self._order.costs
@@ -407,7 +432,8 @@ class StepReader:
         """
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
         check_seal(state)
-        same(field(state, "lengths", dict), self._lengths(), "this corpus")
+        if wrong := self.other_documents(state):
+            raise error("state", wrong, value=state["lengths"])
         same(state, {"shuffle": self._order.shuffle, "seed": self._order.seed}, "this sampler")
         if not allow_config_change:
             same(state, self._costs(), "this sampler")

@@ -16,7 +16,7 @@ from wlb._errors import check_integer, error
 from wlb._rows import MASKS, WITHOUT_EFFECT, advice
 from wlb._shown import explained
 from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
-from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array
+from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array, tokens_of
 
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
@@ -137,10 +137,11 @@ class RowReader:
                 message = f"has {self.asked[0]!r}, but row {index} of {argument} is bare tokens"
                 raise error("columns", message, index=index, value=self.asked[0])
             if self.labels_ahead == 1:
-                return [Document(row, id)]
+                return [Document(tokens_of(row, argument, index), id)]
             row = {"input_ids": row}
         if self.labels_ahead == 1 and not self.asked and row.keys() <= {"input_ids", "labels"} and "input_ids" in row:
-            return [Document(row["input_ids"], id, labels=row.get("labels"))]  # checked when it is packed
+            # Checked when it is packed.
+            return [Document(tokens_of(row, argument, index), id, labels=row.get("labels"))]
         return [self._document(part, id + at) for at, part in enumerate(self.parts(row, index, argument, used))]
 
     def parts(self, row: Mapping[str, Any], index: int, argument: str, used: Collection[str] = ()) -> list[Part]:
@@ -149,6 +150,8 @@ class RowReader:
         Raises:
             wlb.WlbError: As `documents`.
         """
+        if "input_ids" in row:
+            tokens_of(row, argument, index)  # raises if there are none
         given = {name: value for name, value in row.items() if value is not None}
         kept = ("input_ids", *self.columns)
         names = [name for name in given if name in kept or not (name in used or is_text(given[name]))]
@@ -405,7 +408,7 @@ def split_row(row: Mapping[str, Any], argument: str, index: int) -> list[Mapping
     """
     if row.get("seq_lengths") is None:
         return [row]
-    lengths, size = sequence_lengths(row["seq_lengths"], argument, index), len(row["input_ids"])
+    lengths, size = sequence_lengths(row["seq_lengths"], argument, index), len(tokens_of(row, argument, index))
     if int(lengths.sum()) != size:
         message = f"has seq_lengths of {int(lengths.sum())} tokens for {size}"
         raise error(argument, message, index=index, value="seq_lengths")
@@ -453,10 +456,6 @@ def _has_several(row: Any) -> bool:
     return isinstance(row, Mapping) and row.get("seq_lengths") is not None
 
 
-def _tokens_of(row: Any) -> Any:
-    return row["input_ids"] if isinstance(row, Mapping) else row
-
-
 @dataclass(frozen=True, eq=False)
 class RowIndex:
     """Index of documents by row, for rows with several documents.
@@ -488,7 +487,7 @@ class RowIndex:
         for number in range(len(dataset)):
             row = read[number]
             if not _has_several(row):
-                row = {"seq_lengths": [len(_tokens_of(dataset[number]))]}
+                row = {"seq_lengths": [len(tokens_of(dataset[number], argument, number))]}
             per_row.append(sequence_lengths(row["seq_lengths"], argument, number))
         return cls.of(per_row)
 

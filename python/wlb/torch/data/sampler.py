@@ -218,6 +218,10 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                 raise error("state", f"{message}; it can not go on with {now} on {self._dp_size}", value=yielded)
         self._begin(reader, yielded)
 
+    def other_documents(self, state: Mapping[str, Any]) -> str:
+        """What is wrong if a state is of documents of other lengths, and the way on; empty if it is of these."""
+        return self._start.other_documents(state)
+
     def follow(self) -> deque[PlannedStep]:
         """For `StepLoader`: the steps of the next iteration, filled in when they are planned."""
         self._plans = deque()

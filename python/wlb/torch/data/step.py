@@ -245,12 +245,19 @@ class StepLoader(Generic[T]):
         """Whether all epochs of the run are done."""
         return self._sampler.epoch >= self._sampler.num_epochs
 
-    def skip_epoch(self) -> None:
+    def skip_epoch(self, to: int | None = None) -> None:
         """Ends the present epoch after the last step that was yielded; documents that wait are trained later.
 
         After the last epoch, documents that wait are not trained. An iteration that goes on raises.
+
+        Args:
+            to: the epoch that is next; None: the following one.
         """
-        self._sampler.set_epoch(self._sampler.epoch + 1)
+        self._sampler.set_epoch(self._sampler.epoch + 1 if to is None else to)
+
+    def other_documents(self, state: Mapping[str, Any]) -> str:
+        """What is wrong if a state is of documents of other lengths, and the way on; empty if it is of these."""
+        return self._sampler.other_documents(state)
 
     def describe(self) -> dict[str, Any]:
         """Description of the documents for a ledger: plain JSON values."""

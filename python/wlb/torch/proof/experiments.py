@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wlb._core import WlbError
+from wlb.torch.boundaries import unplaced_masks
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
 from wlb.torch.layers import adds_up_others
 from wlb.torch.lazy import local
@@ -53,10 +54,15 @@ _BY_CHANCE = (
     "turns dropout off where a module or its config has it as an attribute), or goes on from the step before"
 )
 _OTHERS = "lets documents of a row see each other: other tokens in {} change what {} teaches by {:.1e} ({}). {}"
-_POSITIONS = "Give it position_ids that begin anew in every document, no attention_mask, and use_cache=False "
-_WITH_HF = _POSITIONS + (
-    "(PackedBatch.as_hf() does), or attention that takes cu_seqlens or the shard. And take the batch's labels, in "
-    "which prompts are masked and no document predicts the next one"
+_WITH_HF = (
+    "Give it position_ids that begin anew in every document, seq_idx for layers that run along the row, no "
+    "attention_mask, and use_cache=False (PackedBatch.as_hf(model) does), or attention that takes cu_seqlens or the "
+    "shard, and neither pools nor selects tokens of the whole row. And take the batch's labels, in which prompts are "
+    "masked and no document predicts the next one"
+)
+_MASKS = (
+    "{} makes the mask of attention without position ids. Load the model with "
+    'attn_implementation="flash_attention_2", which is told cu_seq_lens_q'
 )
 _HALVES = (
     "teaches other than its halves: the same step, once with the labels of one half of its documents and once with "
@@ -231,13 +237,17 @@ class Experiments:
                     found = self._apart(self._run(_alone_of(kept), changed.__eq__), before)
                     if max(found.largest, found.losses) > allowed:
                         apart, of, to = found, f"document {changed} of a micro-batch", f"document {kept}"
-        names = sorted({each for names in self.ranks.gathered_of_parts(self._looking()) for each in names})
+        names = self._of_parts(look_along_rows(self.model.whole))
+        masks = self._of_parts(unplaced_masks(self.model.whole))
         hint = f"It has {', '.join(names)}, which look along the row" if names else _WITH_HF
+        if masks:
+            hint = _MASKS.format(", ".join(masks))
         fix = _OTHERS.format(of, to, max(apart.most, apart.largest), apart.where, hint)
         return Check("others", "another gradient", "the same", max(apart.largest, apart.losses), 0.0, fix)
 
-    def _looking(self) -> list[str]:
-        return look_along_rows(self.model.whole)
+    def _of_parts(self, names: list[str]) -> list[str]:
+        """Names of all stages."""
+        return sorted({each for names in self.ranks.gathered_of_parts(names) for each in names})
 
     def _halves(self, whole: Outcome, allowed: float) -> Check:
         """The labels of two halves of the documents, one half at a time: the sums add up."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 from torch.nn.parallel import DistributedDataParallel
 
+from wlb.torch.boundaries import unplaced_masks
 from wlb.torch.layers import with_configs
 from wlb.torch.lazy import fsdp1, fsdp2
 
@@ -33,8 +34,10 @@ class Precision:
         self._half = [each for each in [*model.parameters(), *model.buffers()] if _is_coarse(each.dtype)]
         self._policies = [each for each in model.modules() if isinstance(each, fsdp2()) and _policy(each).param_dtype]
         self._flat = [each for each in model.modules() if isinstance(each, fsdp1()) and _mixed(each)]
-        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one.
-        self.has_float32 = (dtype is None or dtype.itemsize > 1) and not self._flat
+        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one. And some models
+        # know documents by flash attention alone, which has no float32.
+        by_flash = bool(_flash_configs(model)) and bool(unplaced_masks(model, flash=True))
+        self.has_float32 = (dtype is None or dtype.itemsize > 1) and not self._flat and not by_flash
         self.is_float32 = not (self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype)))
         self._in_float32 = False
         self._is_ddp = any(isinstance(each, DistributedDataParallel) for each in model.modules())

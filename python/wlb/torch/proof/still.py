@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from wlb.torch.boundaries import row_layer
 from wlb.torch.layers import has_batch_statistics, is_recurrent, with_configs
 from wlb.torch.lazy import fsdp2, local
 from wlb.torch.random_states import random_states
@@ -123,9 +124,16 @@ def _is_chance(owner: Any, name: str, value: object) -> bool:
 
 
 def look_along_rows(model: nn.Module) -> list[str]:
-    """Names of the layers in which a document depends on its row, unless they are told where documents begin."""
-    return sorted({type(module).__name__ for module in model.modules() if _looks_along(module)})
+    """Names of the layers in which a document depends on its row, without those that are told where documents begin."""
+    told = {id(part) for module in model.modules() if _is_told(module) for part in module.modules()}
+    return sorted({type(each).__name__ for each in model.modules() if id(each) not in told and _looks_along(each)})
+
+
+def _is_told(module: nn.Module) -> bool:
+    layer = row_layer(type(module))
+    return layer is not None and bool(layer.needs)
 
 
 def _looks_along(module: nn.Module) -> bool:
-    return is_recurrent(module) or has_batch_statistics(module) or isinstance(module, nn.Conv1d)
+    known = is_recurrent(module) or row_layer(type(module)) is not None
+    return known or has_batch_statistics(module) or isinstance(module, nn.Conv1d)

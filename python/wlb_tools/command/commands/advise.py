@@ -40,8 +40,8 @@ def advise(
     """One answer for one run: how unequal the documents are, what that costs, which plan, its gain, the lines to paste.
 
     Only plans that the trainer runs are tried, and the lines make the one that is recommended. The gain is predicted
-    against a run that cuts documents in order of arrival (Plain-4D), with the range over other rates of attention. If
-    there is nothing to gain, the page says so.
+    against the original order, cut at the context, with the range over other rates of attention. If there is nothing to
+    gain, the page says so.
 
     Args:
         steps: global batches to form.

@@ -53,8 +53,8 @@ def demo(
 ) -> None:
     """Compares the packing methods on real documents: balance, delay, memory and planning time.
 
-    Documents arrive in random order. Every method gets the same global batches: the original order, the fixed-length
-    greedy over 1, 2, 4 and 8 global batches, WLB with 0 to 3 outlier queues, and WLB with the adaptive release.
+    Documents arrive in random order. Every method gets the same global batches: the original order, fixed
+    lengths packed over 1, 2, 4 and 8 steps at once, WLB-LLM with 0 to 3 queues, and wlb.
     Thresholds and the price of delay are tuned on the first quarter of the stream. A second table shows the two ways to
     shard a micro-batch over context-parallel ranks.
 
@@ -67,10 +67,10 @@ def demo(
         stream = reading.stream(sources, setup, bars, steps=steps)
         output.folder("demo")
         tuned = max(1, stream.batches // _TUNED_SHARE)
-        plans = [collect("original", original(stream, setup), stream, bars)]
+        plans = [collect("original order", original(stream, setup), stream, bars)]
         for window in WINDOWS:
             packed = fixed_length(stream, setup, window)
-            plans.append(collect(f"fixed-length, g={window}", packed, stream, bars))
+            plans.append(collect(f"fixed length, {counted(window, 'step')} at once", packed, stream, bars))
         waiting = Held(**dataclasses.asdict(delay))
         for queues in QUEUES:
             held = dataclasses.replace(waiting, num_queues=queues)
@@ -91,7 +91,7 @@ def demo(
                 "tuned_batches": tuned,
             },
             remark=f"{cost.in_words()} Thresholds and the price of delay ({price:g}) are tuned on the first {tuned:,}"
-            f" global batches, for a mean delay of at most {counted(delay.max_mean_delay, 'iteration')}, and then tried"
+            f" global batches, for a mean delay of at most {counted(delay.max_mean_delay, 'step')}, and then tried"
             " on all of them.",
         )
     output.write(report, command_line)

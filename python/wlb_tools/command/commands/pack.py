@@ -28,7 +28,7 @@ from wlb_tools.command.output.console import Output
 from wlb_tools.command.output.packing import packing_report
 from wlb_tools.command.output.plan_files import plan_files
 from wlb_tools.command.packing import collect, cp_balance, wlb_plan
-from wlb_tools.command.words import listed
+from wlb_tools.command.words import counted, listed
 from wlb_tools.simulation.methods import fixed_length, original
 
 _TUNED_BATCHES = 100  # most global batches to tune on, from the start of the stream
@@ -87,10 +87,10 @@ def pack(
     with output.progress() as bars:
         stream = reading.stream(sources, setup, bars, columns=columns)
         output.folder("pack")
-        plans = [collect("original", original(stream, setup), stream, bars)]
+        plans = [collect("original order", original(stream, setup), stream, bars)]
         if method == "fixed_length":
             packed = fixed_length(stream, setup, batches.window)
-            plans.append(collect(f"fixed-length, g={batches.window}", packed, stream, bars))
+            plans.append(collect(f"fixed length, {counted(batches.window, 'step')} at once", packed, stream, bars))
         elif method != "original":
             tuned = min(stream.batches, _TUNED_BATCHES)
             plan, price = wlb_plan(stream, setup, held, bars, tuned_batches=tuned, method=method)

@@ -35,7 +35,7 @@ def simulate(
     output: Annotated[Output, OUTPUT] = Output(),
     command_line: CommandLine,
 ) -> None:
-    """Predicts speed, balance, delay and memory on a cluster: Plain-4D, Fixed-4D, WLB, Dynamic-CP, and their parts.
+    """Predicts speed, balance, delay and memory on a cluster: original order, WLB-LLM, wlb, Dynamic-CP, their parts.
 
     No GPU is needed. By default the cluster is that of the paper for a 7B model with 128K tokens of context. The report
     names the source of every prediction; docs/simulation.md lists the assumptions.

@@ -48,9 +48,9 @@ def tune(
 ) -> None:
     """Finds settings within a limit of the mean delay: for the best balance, or on a cluster for speed.
 
-    Without a cluster: the thresholds of the outlier queues, the price of delay of the adaptive release, and for both
+    Without a cluster: the thresholds of the outlier queues, the price of delay of wlb, and for both
     the Pareto front of imbalance against delay. With an option of the panel "Cluster" other than --model, the
-    plan: queues, adaptive release, Dynamic-CP or both, `S_max`, the number of
+    plan: WLB-LLM, wlb, Dynamic-CP or both, `S_max`, the number of
     micro-batches, the sharding strategy and the costs. The report shows what each choice costs in delay and memory, and
     a configuration to paste. It also tries plans that cut documents at the end of a context. Speed is predicted, and
     the report names the sources. --max-mean-delay 0 trains every document in the step in which it arrives. With --gpus

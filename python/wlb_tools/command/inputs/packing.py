@@ -82,7 +82,7 @@ class Held(Delay):
 
     Args:
         release: fifo: queues with thresholds. adaptive: no thresholds; a document waits if that makes the step faster.
-        delay_price: with adaptive release: price of one iteration of delay for a global batch, as a part of an even
+        delay_price: with adaptive release: price of one step of delay for a global batch, as a part of an even
             step, such as 0.03; at a higher price fewer documents wait. By default it is tuned to --max-mean-delay.
         num_queues: number of outlier queues, whose thresholds are tuned.
         outlier_thresholds: thresholds of the queues in tokens, ascending, such as 49152,98304; then none are tuned.

@@ -18,7 +18,8 @@ _NOTES = (
     " speed of the best layout over this one's. delay: iterations that a token waits. GiB: memory of the fullest GPU."
     " most lost: what takes the most time besides computing.",
     f"band: least and most gain, {RATES}.",
-    "Without wlb: Plain-4D or Fixed-4D on their best layout, with each document sharded as Transformer Engine does. All"
+    "Without wlb: the original order or fixed lengths on their best layout, with each document sharded as Transformer"
+    " Engine does. All"
     " rows are predicted for the same documents.",
 )
 

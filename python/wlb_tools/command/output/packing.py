@@ -19,7 +19,7 @@ from wlb_tools.simulation.trained import PackedRun
 _HEADLINES = (
     ("mean imbalance", "imbalance_mean"),
     ("imbalance of the worst step", "imbalance_worst"),
-    ("iterations that a token waits, mean", "delay_mean"),
+    ("steps that a token waits, mean", "delay_mean"),
     ("µs to plan a step, median", "planning_microseconds"),
 )
 _SHOWN = (
@@ -28,12 +28,12 @@ _SHOWN = (
 )
 _GRADED = ("imbalance_mean", "imbalance_band", "lost_time", "step_work_cv", "step_work_heaviest")
 _NOTES = (
-    "g: global batches in the window of the fixed-length greedy method.",
+    "fixed length: documents of so many steps are packed at once, and cut at the end of a context.",
     "imbalance: work of the heaviest micro-batch over the mean of its step; 1 is perfect. All ranks wait for the"
     " heaviest micro-batch. The steps of the flush at the end are left out.",
-    "delay: iterations from reading a token to training it, over all tokens, with the flush. A window of g global"
-    " batches starts when its last one has arrived, so tokens wait 0 to 2(g-1) iterations. Reading g-1 batches ahead"
-    " would hide g-1 of these; documents would then train up to g-1 iterations before or after their turn.",
+    "delay: steps from reading a token to training it, over all tokens, with the flush. Packing g steps at once starts"
+    " when the last of them has arrived, so tokens wait 0 to 2(g-1) steps. Reading g-1 steps ahead would hide g-1 of"
+    " these; documents would then train up to g-1 steps before or after their turn.",
     "memory skew: tokens of the largest micro-batch over the mean, averaged over steps. planning: median of a step.",
 )
 _COLUMN_NOTE = (

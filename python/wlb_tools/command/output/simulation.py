@@ -15,8 +15,9 @@ from wlb_tools.simulation import ATTRIBUTION, Outcome
 from wlb_tools.simulation.words import assumptions, describe, explanation, premises
 
 _NOTES = (
-    "method: Plain-4D cuts documents in order of arrival. per-document CP, adaptive CP and packing add one optimisation"
-    " to it. From fitted costs on, the packer knows this cluster's costs. finer makes twice as many micro-batches.",
+    "method: the original order cuts documents as they arrive. Per-document CP, adaptive CP and WLB-LLM's packing add"
+    " one optimisation to it. From fitted costs on, the packer knows this cluster's costs. finer makes twice as many"
+    " micro-batches.",
     "tokens/s: all tokens of the stream over the time of all its steps, on all GPUs. x: the same over the first method."
     " MFU: FLOPs of the documents as trained over what the GPUs could do in that time; methods that cut documents have"
     " fewer FLOPs for the same tokens.",

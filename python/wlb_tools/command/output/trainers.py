@@ -68,7 +68,7 @@ class Entry:
         per_rank = -(-best.max_tokens // scenario.layout.cp)
         values: dict[str, Any] = {"max_tokens_per_rank": per_rank} if self.per_rank else {"max_tokens": best.max_tokens}
         values |= {"max_document_tokens": scenario.context, "tokens_per_batch": scenario.tokens_per_batch}
-        if best.kind != "adaptive_release":
+        if best.kind != "wlb":
             values["max_delay"] = 0
         elif tuning.max_delay != MAX_DELAY:
             values["max_delay"] = tuning.max_delay

@@ -20,13 +20,13 @@ from wlb_tools.simulation.trained import PackedRun
 from wlb_tools.simulation.words import assumptions, describe, kernel_sentence, model_sentences
 
 _NOTES = (
-    "x: predicted tokens/s over those of Plain-4D, in a long stream of the same documents. FLOPs: the ratio of FLOPs"
-    " per second; plans that cut documents have fewer FLOPs for the same tokens. imbalance, MB: time of the heaviest"
-    " micro-batch over the mean; CP: attention of the slowest context-parallel rank over the mean. delay: steps that a"
-    " token waits, and steps by which it is early; the limit is on their sum. tokens: the largest micro-batch. GiB:"
-    " memory of the fullest GPU.",
+    "x: predicted tokens/s over those of the original order, in a long stream of the same documents. FLOPs: the ratio"
+    " of FLOPs per second; plans that cut documents have fewer FLOPs for the same tokens. imbalance, MB: time of the"
+    " heaviest micro-batch over the mean; CP: attention of the slowest context-parallel rank over the mean. delay:"
+    " steps that a token waits, and steps by which it is early; the limit is on their sum. tokens: the largest"
+    " micro-batch. GiB: memory of the fullest GPU.",
     LOST_NOTE,
-    "n: mean micro-batches of a rank in a step. In brackets: thresholds of queues, or delay price of the adaptive rule"
+    "n: mean micro-batches of a rank in a step. In brackets: thresholds of queues, or price of delay of wlb"
     " and micro-batches of the packer. Plans beyond the limit of the delay show what longer waits would gain.",
 )
 _LIMITS = (
@@ -61,7 +61,7 @@ def waiting_report(
         stream: documents that were packed.
         setup: settings that all plans share.
         queued: result with queues.
-        adaptive: result with adaptive release.
+        adaptive: result with release="adaptive".
         plans: plans of both choices.
         max_mean_delay: limit of the mean delay, in steps.
         settings: settings of the command.
@@ -82,12 +82,12 @@ def waiting_report(
     return Report(
         command="tune",
         subject="what may wait",
-        title=f"Mean imbalance {before} with queues, {after} with adaptive release",
+        title=f"Mean imbalance {before} with queues, {after} with wlb",
         sentences=stream.in_words(),
         blocks=(
             Picture(
                 lambda narrow: draw_waiting(queued, adaptive, max_mean_delay, narrow=narrow),
-                "Imbalance against mean delay, for queues and for adaptive release",
+                "Imbalance against mean delay, for queues (WLB-LLM) and for wlb",
                 "tune.png",
             ),
             _front("Queues", "thresholds", queued),
@@ -131,7 +131,7 @@ def tuning_report(
     now = tuning.best.summary(tuning.baseline)
     was = next(choice.summary(tuning.baseline) for choice in tuning.by_plan if choice.outcome is tuning.baseline)
     figures = {
-        "tokens/s, over Plain-4D's": "speedup",
+        "tokens/s, over the original order's": "speedup",
         "steps that a token waits, mean": "delay_mean",
         "steps that a token waits, most": "delay_max",
         "tokens of the largest micro-batch": "largest_micro_batch",
@@ -139,7 +139,7 @@ def tuning_report(
     return dataclasses.replace(
         simulation,
         command="tune",
-        title=f"{_plan(tuning, tuning.best)}: {now['speedup']:.3f} times the speed of Plain-4D (predicted)",
+        title=f"{_plan(tuning, tuning.best)}: {now['speedup']:.3f} times the speed of the original order (predicted)",
         sentences=(f"{describe(scenario)}; {counted(stream.batches, 'global batch')}.",),
         headlines=[Headline.of(label, was[key], now[key], COLUMNS[key]) for label, key in figures.items()],
         blocks=(

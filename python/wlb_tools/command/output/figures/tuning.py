@@ -17,10 +17,10 @@ KIND_COLOURS: dict[Kind, str] = dict(zip(KINDS, style.METHODS, strict=True))
 def draw_waiting(
     queued: wlb.TuneResult, adaptive: wlb.TuneResult, max_mean_delay: float, *, narrow: bool = False
 ) -> Figure:
-    """The Pareto fronts of imbalance and mean delay, with queues and with adaptive release."""
+    """The Pareto fronts of imbalance and mean delay, with queues (WLB-LLM) and without (wlb)."""
     with style.drawing(style.NARROW if narrow else 9, 6.5 if narrow else 5.5) as figure:
         ax = figure.subplots()
-        for name, found, color in (("queues", queued, style.WLB), ("adaptive release", adaptive, style.ADAPTIVE)):
+        for name, found, color in (("queues", queued, style.WLB), ("wlb", adaptive, style.ADAPTIVE)):
             delay = [point.delay_mean for point in found.pareto]
             p95, mean = ([getattr(point, f"imbalance_{key}") for point in found.pareto] for key in ("p95", "mean"))
             ax.plot(delay, p95, "o--", color=color, lw=1.2, ms=4, label=f"{name}, p95")
@@ -60,7 +60,7 @@ def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
                 )
         memory.set(
             xlabel=style.wrapped("GiB of the fullest GPU (dashed: what it has)", narrow=narrow),
-            ylabel="speed over Plain-4D (predicted)",
+            ylabel="speed over the original order (predicted)",
         )
         memory.set_title(style.wrapped("What memory buys: S_max, with queues", narrow=narrow))
         memory.margins(x=0.15, y=0.3)
@@ -77,7 +77,7 @@ def draw_choices(tuning: Tuning, *, narrow: bool = False) -> Figure:
         delay.annotate("chosen", at, (12, -16), textcoords="offset points", color=style.INK, weight="bold")
         delay.set(
             xlabel=style.wrapped("mean delay of a token, iterations (dashed: the limit)", narrow=narrow),
-            ylabel="speed over Plain-4D (predicted)" if narrow else None,
+            ylabel="speed over the original order (predicted)" if narrow else None,
         )
         delay.set_title(style.wrapped("What waiting buys: every plan that was tried", narrow=narrow))
         if narrow:
