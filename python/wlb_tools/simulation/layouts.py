@@ -415,7 +415,7 @@ class Bounds:
         the pipeline.
         """
         layout, tokens = scenario.layout, int(self._lengths[False].sum())
-        count = scenario.micro_batches * (1 if settings.dynamic else settings.split)
+        count = int(scenario.micro_batches * (1 if settings.dynamic else settings.split))
         steps = tokens / scenario.tokens_per_batch
         forward, backward = (of / (steps * count * layout.cp) for of in self._of_passes(scenario, cut=settings.cuts))
         made = scenario.stage_seconds(

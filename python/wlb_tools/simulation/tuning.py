@@ -103,7 +103,7 @@ class Settings:
     @property
     def machinery(self) -> tuple[float, ...]:
         """Sort key that grows with what a user has to build and run."""
-        return (KINDS.index(self.kind), STRATEGIES.index(self.strategy), self.split)
+        return (KINDS.index(self.kind), STRATEGIES.index(self.strategy), float(self.split))
 
 
 @explained

@@ -77,7 +77,8 @@ def test_other_commands_take_the_file(run: Any, tmp_path: Path) -> None:
     common = ["lengths.npy", "--cost-model", "log.cost.json", "--context", "16384", "--json"]
     assert run("pack", *common, "--micro-batches", "4", "--release", "adaptive", "--delay-price", "0.03").json
     assert run("tune", *common, "--micro-batches", "4", "--steps", "5", "--queues", "1").json
-    simulated = run("simulate", *common, "--steps", "4", "--variants", "original,wlb_llm", "--cp", "1", "--tp", "8").json
+    variants = ("--variants", "original,wlb_llm")
+    simulated = run("simulate", *common, "--steps", "4", *variants, "--cp", "1", "--tp", "8").json
     assert simulated["settings"]["cost_model"] == "log.cost.json"
     for command, option, value, expected in (
         ("pack", "--model", "llama2-7b", "--model: --cost-model says what documents cost"),

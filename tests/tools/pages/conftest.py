@@ -15,7 +15,7 @@ COMMANDS = {
     "cluster": ("tune", "--steps", "3", "--tp", "8", "--set", "layout.virtual_stages=2"),
     "layout": ("tune", "--steps", "2", "--gpus", "8", "--global-batch", "32k", "--model", "llama3-8b"),
     "simulate": ("simulate", "--steps", "6", "--dp", "2", "--micro-batches", "8"),
-    "slower": ("simulate", "--steps", "4", "--variants", "wlb_dynamic_cp,plain"),
+    "slower": ("simulate", "--steps", "4", "--variants", "wlb_dynamic_cp,original"),
     "advise": ("advise", "--steps", "4"),
 }
 

@@ -167,7 +167,8 @@ def _tables(path: Path, text: str) -> dict[str, Any] | None:
         return _yaml(path, text)
     if text.lstrip().startswith("{"):
         return _json(path, text)
-    for read in (lambda: read_toml(path), lambda: _yaml(path, text)):
+    reads: tuple[Callable[[], dict[str, Any]], ...] = (lambda: read_toml(path), lambda: _yaml(path, text))
+    for read in reads:
         with contextlib.suppress(CliError, wlb.WlbError):
             content = read()
             if (
