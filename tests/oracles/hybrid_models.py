@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from tests.oracles.transformers_models import CASES, Case, build
 VARLEN: Final = "varlen_stand_in"  # attention that is told cu_seq_lens_q, as flash attention is
 
 _KNOWN: dict[str, Case] = {case.model_type: case for case in CASES}
-_ALTERNATING: Final = ["linear_attention", "full_attention"] * 2
+_BOTH: Final = ["linear_attention", "full_attention"]
 _INKLING: Final = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
@@ -25,8 +26,9 @@ _INKLING: Final = {
     "intermediate_size": 96,
 }
 
+# Two layers, of each kind one, where a family has no other need.
 FAMILIES: dict[str, Case] = {
-    case.model_type: case
+    case.model_type: replace(case, tiny={"num_hidden_layers": 2} | case.tiny)
     for case in (
         Case(
             "bailing_hybrid",
@@ -37,10 +39,10 @@ FAMILIES: dict[str, Case] = {
                 "num_local_experts": 6,
                 "num_experts_per_tok": 2,
                 "first_k_dense_replace": 1,
-                "layer_types": _ALTERNATING,
+                "layer_types": _BOTH,
             },
         ),
-        _KNOWN["bamba"],
+        Case("bamba", {"head_dim": ..., "attn_layer_indices": [1]}),
         _KNOWN["falcon_h1"],
         Case("falcon_mamba", {"head_dim": ..., "intermediate_size": ...}),
         Case(
@@ -50,11 +52,11 @@ FAMILIES: dict[str, Case] = {
                 "qk_rope_head_dim": 0,
                 "num_key_value_heads": 4,
                 "index_kpool": 4,
-                "layer_types": ["linear_attention", "indexed_attention"] * 2,
+                "layer_types": ["linear_attention", "indexed_attention"],
             },
             vision={"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64},
         ),
-        _KNOWN["granitemoehybrid"],
+        Case("granitemoehybrid", {"head_dim": ..., "layer_types": _BOTH}),
         Case("inkling_text", _INKLING),
         Case("inkling2_text", _INKLING | {"unpadded_vocab_size": 211}),
         Case(
@@ -62,26 +64,30 @@ FAMILIES: dict[str, Case] = {
             _INKLING
             | {
                 "unpadded_vocab_size": 211,
+                "num_hidden_layers": 3,
                 "n_layers_per_attn_res_block": 1,
                 "loop_layer_index_start": 1,
-                "loop_layer_index_end": 3,
+                "loop_layer_index_end": 2,
             },
         ),
-        _KNOWN["jamba"],
-        Case("kimi_linear", _KNOWN["kimi_linear"].tiny | {"num_key_value_heads": 4, "num_hidden_layers": 4}),
-        Case("lara_mini"),
-        Case("lfm2", {"head_dim": ..., "full_attn_idxs": [2]}),
-        Case("lfm2_moe", {"head_dim": ..., "layer_types": ["conv", "conv", "full_attention", "conv"]}),
-        Case("lfm3"),
+        Case("jamba", {"head_dim": ..., "attn_layer_offset": 1, "attn_layer_period": 2}),
+        Case(
+            "kimi_linear",
+            {"head_dim": ..., "num_experts_per_token": 2, "num_key_value_heads": 4, "layer_types": _BOTH},
+        ),
+        Case("lara_mini", {"layer_types": _BOTH}),
+        Case("lfm2", {"head_dim": ..., "layer_types": ["conv", "full_attention"]}),
+        Case("lfm2_moe", {"head_dim": ..., "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
+        Case("lfm3", {"layer_types": ["conv", "full_attention"]}),
         _KNOWN["mamba"],
         _KNOWN["mamba2"],
-        _KNOWN["minimax"],
-        _KNOWN["nemotron_h"],
-        Case("olmo_hybrid", {"head_dim": ...}),
-        _KNOWN["qwen3_5_text"],
-        _KNOWN["qwen3_5_moe_text"],
-        _KNOWN["qwen3_next"],
-        _KNOWN["qwen4_exp_text"],
+        Case("minimax", {"layer_types": _BOTH}),
+        Case("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "mlp"], "num_hidden_layers": ...}),
+        Case("olmo_hybrid", {"head_dim": ..., "layer_types": _BOTH}),
+        Case("qwen3_5_text", {"layer_types": _BOTH}),
+        Case("qwen3_5_moe_text", {"layer_types": _BOTH}),
+        Case("qwen3_next", {"layer_types": _BOTH}),
+        replace(_KNOWN["qwen4_exp_text"], tiny=_KNOWN["qwen4_exp_text"].tiny | {"num_hidden_layers": 4}),
         Case("recurrent_gemma", {"head_dim": ..., "num_hidden_layers": 3}),
         Case("rwkv", {"head_dim": ..., "intermediate_size": ...}),
         Case("xlstm", {"head_dim": ..., "intermediate_size": ...}),
@@ -89,6 +95,7 @@ FAMILIES: dict[str, Case] = {
             "zamba",
             {
                 "head_dim": ...,
+                "num_hidden_layers": 4,
                 "num_key_value_heads": 4,
                 "layers_block_type": ["linear_attention", "hybrid"] * 2,
             },
@@ -99,7 +106,7 @@ FAMILIES: dict[str, Case] = {
                 "head_dim": ...,
                 "n_mamba_heads": 8,
                 "num_mem_blocks": 1,
-                "layers_block_type": ["linear_attention", "hybrid"] * 2,
+                "layers_block_type": ["linear_attention", "hybrid"],
             },
         ),
         Case("zaya", {"num_experts_per_tok": 1}),

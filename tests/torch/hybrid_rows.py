@@ -22,7 +22,6 @@ import warnings
 from typing import Any
 from unittest import mock
 
-import lightning
 import numpy as np
 import torch
 import transformers
@@ -36,8 +35,8 @@ from tests.oracles.hybrid_models import FAMILIES, VARLEN, tiny
 from tests.oracles.transformers_models import build
 from tests.trainers.small_corpus import CONTEXT, documents, loss_of_one, outcome, rows_of_steps
 from wlb.integrations.huggingface import balance
-from wlb.integrations.lightning import BalancedDataModule
-from wlb.torch.boundaries import against_rows, row_layers
+from wlb.torch.boundaries import against_rows, row_layer, row_layers
+from wlb.torch.layers import against_forests
 
 LENGTHS = [7, 12, 4, 9, 3, 10, 5, 8]
 STEPS = 2
@@ -59,11 +58,16 @@ def step() -> Any:
 
 
 def known(family: str) -> dict[str, Any]:
-    """What is known of a family without a run: what its layers need, their packages, and why it is refused."""
+    """What is known of a family without a run: what its layers need, their packages, and why it is refused.
+
+    `forest` is why its layers cannot run a forest.
+    """
     with torch.device("meta"):
         model = build(FAMILIES[family].tiny_config())
     layers = row_layers(model)
+    along = [module for module in model.modules() if row_layer(type(module))] or [model]
     return {
+        "forest": [against_forests(module) for module in along],
         "needs": sorted({need for layer in layers for need in layer.needs}),
         "packages": sorted({kernel.package for layer in layers for kernel in layer.kernels}),
         "wrong": against_rows(model),
@@ -193,6 +197,10 @@ def differences(family: str, steps: Any, found_losses: list[float], found_gradie
 
 def trained_by_lightning(family: str) -> dict[str, list[float]]:
     """The same of Lightning."""
+    import lightning  # slow
+
+    from wlb.integrations.lightning import BalancedDataModule
+
     seen: list[Tensor] = []
 
     class Module(lightning.LightningModule):
