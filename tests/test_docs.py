@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "docs" / "development").glob("*.md"))
+PAGES += [page for folder in ("trainers", "development") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
 WRITTEN = sorted((ROOT / "docs" / "results").glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -132,7 +132,12 @@ def test_every_block_that_a_trainer_test_takes_is_there() -> None:
     taken = re.findall(r'\bblock\("([^"]+)"(?:, "([^"]+)")?\)', tests)
     assert len(taken) > 8
     for words, page in taken:
-        text = (ROOT / "docs" / (page or "trainers.md")).read_text()
+        pages = (
+            [ROOT / "docs" / page]
+            if page
+            else [*(ROOT / "docs").glob("trainers*.md"), *(ROOT / "docs").glob("trainers/*.md")]
+        )
+        text = "\n".join(each.read_text() for each in pages)
         assert sum(words in found[2] for found in BLOCK.finditer(text) if found[1]) == 1, f"{words!r} of {page}"
 
 

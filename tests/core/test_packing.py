@@ -83,6 +83,24 @@ def test_a_plan_for_ranks_keeps_what_it_promises(sync: Any) -> None:
     assert max(len(batch) for batch in equal) == 2
 
 
+def test_the_number_of_micro_batches_is_the_fewest_a_given_one_or_one_with_a_short_step() -> None:
+    lengths = [60, 40, 30, 30, 20, 20]
+    options: dict[str, Any] = {"max_tokens": 100, "dp_size": 2, "sync": "step"}
+
+    def rounds(cost: wlb.CostModel, number: Any) -> tuple[int, float]:
+        packing = wlb.pack(lengths, num_micro_batches=number, cost_model=cost, **options)
+        return len(packing) // 2, float(packing.costs.reshape(2, -1).sum(1).max())
+
+    free, dear = (wlb.CostModel(attention=1.0, linear=0.0, micro_batch=begin) for begin in (0.0, 300.0))
+    assert rounds(free, "fewest") == (1, 2250.0)
+    taken, step = rounds(free, None)
+    assert (taken, rounds(free, 4)) == (2, (2, step))
+    assert step <= 0.99 * 2250
+    assert rounds(dear, None) == rounds(dear, "fewest") == (1, 2550.0)
+    fewest, none = (wlb.pack(lengths, num_micro_batches=n, max_tokens=100, cost_model=free) for n in ("fewest", None))
+    assert fewest == none
+
+
 def any_options(rng: np.random.Generator, documents: int, max_tokens: int) -> dict[str, Any]:
     """Ranks, what stays together on one, and shapes, in any combination."""
     options: dict[str, Any] = {"method": str(rng.choice(["var_length", "refined"]))}

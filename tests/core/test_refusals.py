@@ -92,6 +92,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, Any, Any]] = [
     (pack, {"cost_model": COST, "limits": [1.0]}, "limits", None, None),
     (pack, {}, "cost_model", None, None),
     (pack, {"cost_model": COST, "multiple_of": 2}, "multiple_of", None, None),
+    (pack, {"cost_model": COST, "num_micro_batches": "few"}, "num_micro_batches", None, "few"),
+    (pack, {"cost_model": COST, "num_micro_batches": 2.5}, "num_micro_batches", None, 2.5),
     (pack, {"cost_model": COST, "num_micro_batches": None, "multiple_of": 0}, "multiple_of", None, 0),
     (
         pack,

@@ -11,9 +11,10 @@ UNREACHED = "its repository is not here and could not be reached: make test-trai
 _BLOCK = re.compile(r"^```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def block(containing: str, page: str = "trainers.md") -> str:
-    """The only block of the page that has this text in it."""
-    text = (Path(__file__).parents[2] / "docs" / page).read_text()
-    found = [block for block in _BLOCK.findall(text) if containing in block]
-    assert len(found) == 1, f"{len(found)} blocks of the page have {containing!r}"
+def block(containing: str, page: str = "") -> str:
+    """The only block of a page, or of all pages of trainers, that has this text in it."""
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [docs / page] if page else [docs / "trainers.md", *sorted((docs / "trainers").glob("*.md"))]
+    found = [block for path in pages for block in _BLOCK.findall(path.read_text()) if containing in block]
+    assert len(found) == 1, f"{len(found)} blocks have {containing!r}"
     return str(found[0])

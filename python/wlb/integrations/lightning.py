@@ -215,7 +215,8 @@ class BalancedDataModule(LightningDataModule):
         """The micro-batches of this rank.
 
         Raises:
-            wlb.WlbError: Lightning does not know this data module, or the data set has grown.
+            wlb.WlbError: Lightning does not know this data module; the data set has grown; or the module's model learns
+                no next tokens, as those that classify.
         """
         trainer: Any = self.trainer
         if trainer is None:
@@ -224,6 +225,9 @@ class BalancedDataModule(LightningDataModule):
             found, known = len(self._documents), np.size(self._lengths)
             message = f"has {found} documents, but had {known} when their lengths were read: make a new data module"
             raise error("dataset", message, value=found)
+        module = trainer.lightning_module
+        if self._row is _hugging_face and module is not None and (wrong := against_labels(module)):
+            raise error("module", wrong)
         sampler = self._sampler(trainer.global_rank, trainer.world_size)
         loader = self._loading.loader(self._documents, sampler, self._loading.collate)
         _auto_add_worker_init_fn(loader, trainer.global_rank)  # Lightning sees no loader of torch
@@ -380,8 +384,7 @@ class _MicroBatches:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They are not; the module has several optimizers, each of whose steps Lightning would count; or
-                its model learns no next tokens, as those that classify.
+            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
@@ -400,8 +403,6 @@ class _MicroBatches:
                 "BalancedDataModule(ignore_data_skip=True), with which the data begin anew"
             )
             raise error("ckpt_path", message, value=trainer.global_step)
-        if self._row is _hugging_face and (wrong := against_labels(trainer.lightning_module)):
-            raise error("module", wrong)
         self._set_pace(trainer)
         loop = trainer.fit_loop.epoch_loop
         # If it was saved inside a step, all micro-batches of that step come again, because no checkpoint has its

@@ -8,7 +8,7 @@ Trainers that pack samples by tokens (OpenRLHF, SkyRL, slime and others) take su
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from numpy.typing import ArrayLike
 
@@ -32,6 +32,7 @@ def plan(
     groups: ArrayLike | None = None,
     equal_samples: bool = False,
     max_samples: int | None = None,
+    num_micro_batches: int | Literal["fewest"] | None = None,
     multiple_of: int = 1,
 ) -> list[list[list[int]]]:
     """The micro-batches of every data-parallel rank, from the lengths of all samples. Needs no communication.
@@ -47,11 +48,13 @@ def plan(
         equal_samples: whether every rank has equally many samples; if `dp_size` does not divide them, they differ by
             one.
         max_samples: most samples of a micro-batch.
-        multiple_of: the number of micro-batches of all ranks is a multiple of it.
+        num_micro_batches: micro-batches of all ranks together: a number; "fewest"; or None for as few as make the step
+            short, as in `wlb.pack`.
+        multiple_of: the number of micro-batches of all ranks is a multiple of it, if it is not given.
 
     Returns:
         For each rank, for each of its micro-batches in the order to run them, the indices of its samples, ascending.
-        All ranks have equally many micro-batches, as few as were found. One is empty only on a rank with fewer samples.
+        All ranks have equally many micro-batches. One is empty only on a rank with fewer samples.
 
     Raises:
         WlbError: as `wlb.pack`.
@@ -59,7 +62,7 @@ def plan(
     with renamed(equal_documents="equal_samples", max_documents="max_samples"):
         packing = wlb.pack(
             lengths,
-            num_micro_batches=None,
+            num_micro_batches=num_micro_batches,
             max_tokens=max_tokens,
             cost_model=cost_model,
             costs=costs,

@@ -68,6 +68,7 @@ fn try_pack(u: &mut Unstructured) -> Result<()> {
     };
     let options = RankOptions {
         num_micro_batches: None,
+        fewest: u.arbitrary()?,
         multiple_of: u.int_in_range(1..=4)?,
         max_tokens: max_tokens.max(largest),
         method: Method::VarLength,

@@ -298,7 +298,7 @@ proptest! {
         let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups: groups.clone(), equal_documents, max_documents };
         let documents = if ranks.is_some() || max_documents.is_some() {
             let options = RankOptions {
-                num_micro_batches, multiple_of: 1, max_tokens, method, ranks, groups, equal_documents, max_documents,
+                num_micro_batches, fewest: false, multiple_of: 1, max_tokens, method, ranks, groups, equal_documents, max_documents,
             };
             pack_for_ranks(&lengths, &options, &model)
         } else {

@@ -13,6 +13,7 @@ use crate::convert::{
     count, flag, floats, floats_by_row, integer, integers, iterations, narrow, positive, rates_by_size, read_lengths,
     real, size,
 };
+use crate::error::raise;
 
 /// Numbers row by row, and the numbers of rows and columns.
 pub(crate) type Table = (Vec<f64>, usize, usize);
@@ -128,4 +129,16 @@ arguments! {
     vocab_size: i64 = integer();
     windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
+}
+
+/// `num_micro_batches`: a number, or none; and whether it is "fewest".
+pub(crate) fn number_or_fewest(object: &Bound<'_, PyAny>) -> PyResult<(Option<usize>, bool)> {
+    let Ok(value) = object.extract::<String>() else {
+        return optional::num_micro_batches(object).map(|number| (number, false));
+    };
+    if value == "fewest" {
+        return Ok((None, true));
+    }
+    let (argument, choices) = ("num_micro_batches", "a number, \"fewest\", None".to_owned());
+    Err(raise(wlb_core::Error::Choice { argument, value, choices }))
 }

@@ -23,10 +23,11 @@ use crate::results::declaration;
 ///
 /// Args:
 ///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
-///     num_micro_batches: micro-batches of a global batch, ``N``. None: the smallest number (a multiple of
+///     num_micro_batches: micro-batches of a global batch, ``N``. "fewest": the smallest number (a multiple of
 ///         ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
-///         (fine-tuning, reinforcement learning). With ``dp_size`` and ``sync="step"``, one more on each rank if that
-///         makes the step 5 % shorter.
+///         (fine-tuning, reinforcement learning). None: the same, or with ``dp_size`` up to two more on each rank, if
+///         each makes the step 1 % shorter. If the cost model says what a micro-batch costs besides its documents
+///         (``micro_batch``), that cost decides instead of the 1 %.
 ///     max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
 ///     cost_model: cost of a document, from its length. Give it, or ``costs``.
 ///     costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource
@@ -37,9 +38,10 @@ use crate::results::declaration;
 ///         limit is memory and takes no time.
 ///     method: "var_length" (WLB-LLM's Algorithm 1): longest document first, each to the micro-batch with the least
 ///         cost. "refined": no worse than "var_length", and nearly optimal if ``max_tokens`` leaves little room; it
-///         takes 1.3 times as long in the median, about three times as long if few pieces fill a micro-batch to the
-///         brim. "fixed_length": longest first, each to the micro-batch with room and the least attention work; a
-///         document that fits nowhere is cut. "original": arrival order, cut every ``max_tokens`` tokens.
+///         takes twice as long in the median, up to eight times as long if few pieces fill each of thousands of
+///         micro-batches to the brim. "fixed_length": longest first, each to the micro-batch with room and the least
+///         attention work; a document that fits nowhere is cut. "original": arrival order, cut every ``max_tokens``
+///         tokens.
 ///     global_batches: with "fixed_length", the number of global batches in ``lengths``. They are packed together into
 ///         ``global_batches * N`` micro-batches; step ``i`` trains micro-batches ``i * N`` to ``(i + 1) * N - 1``.
 ///     multiple_of: with ``num_micro_batches=None``: the number of micro-batches is a multiple of this, usually the
@@ -97,7 +99,7 @@ use crate::results::declaration;
 pub(crate) fn pack(
     py: Python<'_>,
     #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
-    #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
+    #[pyo3(from_py_with = arguments::number_or_fewest)] num_micro_batches: (Option<usize>, bool),
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
     #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
     #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
@@ -115,6 +117,7 @@ pub(crate) fn pack(
     leftover: &str,
 ) -> PyResult<Packing> {
     let combination = |argument, requirement| raise(wlb_core::Error::Combination { argument, requirement });
+    let (num_micro_batches, fewest) = num_micro_batches;
     if num_micro_batches.is_some() && multiple_of != 1 {
         return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
@@ -144,6 +147,7 @@ pub(crate) fn pack(
         }
         let options = RankOptions {
             num_micro_batches,
+            fewest,
             multiple_of,
             max_tokens: most,
             method: options.method,

@@ -285,8 +285,12 @@ class WlbDataLoader(BaseDataLoader):
             wlb.WlbError: They are not, for example because the checkpoint was loaded without the state of the data.
         """
         if self.given != step:
-            message = f"goes on after step {step}, but the data stand after step {self.given}: load the state of "
-            message += '"dataloader" too, from a checkpoint that was saved with it'
+            message = (
+                f"goes on after step {step}, but the data stand after step {self.given}: load the state of "
+                '"dataloader" too, from a checkpoint that was saved with it; or keep the model and optimizer of '
+                "another, and begin data and schedule anew: "
+                'checkpoint.exclude_from_loading=["dataloader", "train_state", "lr_scheduler"]'
+            )
             raise error("checkpoint", message, value=step)
 
     def close(self) -> None:

@@ -7,10 +7,13 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+import wlb
 from wlb._errors import error
-from wlb.torch.data.batch import PackedBatch
+from wlb._warned import warn
+from wlb.torch.data.batch import IGNORE, PackedBatch
 from wlb.torch.data.documents import Document, Piece
 from wlb.torch.random_states import random_states
 
@@ -75,6 +78,57 @@ def check_collated(batch: object, elements: list[int | Piece], dataset: Any) -> 
                     "between the data set and this loader shuffles, or shares out, what the plan has already shared out"
                 )
                 raise error("loader", message, index=place, value=number)
+
+
+def warn_of_split_prompts(dataset: Any, numbers: NDArray[np.int64], packer: wlb.Packer) -> None:
+    """Warns once of documents whose answer is learnt in another piece than their prompt is seen.
+
+    Args:
+        dataset: `dataset[i]` gives a `Document`; others are not looked at.
+        numbers: int64 [documents] that are split.
+        packer: splits them.
+
+    Complexity:
+        Reads at most 64 of them, evenly spaced.
+    """
+    looked = numbers[np.unique(np.linspace(0, numbers.size - 1, min(_DOCUMENTS, numbers.size)).astype(np.int64))]
+    try:
+        with random_states():
+            found = sum(hides_prompt(dataset[number], packer.max_document_tokens) for number in looked.tolist())
+    except Exception:  # whoever reads it next raises it again, in its place
+        return
+    if found:
+        of = f"{numbers.size:,}" if looked.size == numbers.size else f"{looked.size} (of {numbers.size:,})"
+        longer = f"documents with more than max_document_tokens = {packer.max_document_tokens} tokens"
+        warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {_WAYS}")
+
+
+class SplitPrompts:
+    """Warns of the first document of streams whose answer is learnt in another piece than its prompt is seen."""
+
+    def __init__(self, packer: wlb.Packer) -> None:
+        self._limit = packer.max_document_tokens if packer.oversize == "split" else None
+
+    def look(self, document: Document, name: str) -> None:
+        """Looks at a document that was read."""
+        if self._limit is not None and hides_prompt(document, self._limit):
+            longer = f"has more than max_document_tokens = {self._limit} tokens"
+            warn(f"{name} {longer}, begins with a prompt without labels, and is split, {_WAYS}")
+            self._limit = None
+
+
+_WAYS: Final = (
+    'so the part of an answer in a later piece does not see its prompt; give oversize="truncate" or "error", or raise '
+    "max_document_tokens"
+)
+
+
+def hides_prompt(row: Any, limit: int) -> bool:
+    """Whether a document begins with a prompt without labels, and has labels behind the first `limit` tokens."""
+    if not isinstance(row, Document) or row.labels is None or len(row.labels) <= limit:
+        return False
+    learnt = np.flatnonzero(np.asarray(row.labels) != IGNORE)
+    return bool(learnt.size and learnt[0] > 1 and learnt[-1] >= limit)
 
 
 def _bytes(row: Any) -> bytes | None:

@@ -53,6 +53,12 @@ class Corpus:
             raise _refused(array, longest)
         return cls(array, facts["tokens"], facts["longest"], facts["fingerprint"])
 
+    def longer_than(self, tokens: int) -> NDArray[np.int64]:
+        """int64 [documents]: numbers of the documents with more tokens."""
+        firsts = range(0, self.lengths.size, _CHUNK)
+        found = [np.flatnonzero(_chunk(self.lengths, first) > tokens) + first for first in firsts]
+        return np.concatenate(found).astype(np.int64)
+
 
 def _read(array: NDArray[Any]) -> Facts:
     shortest, longest, tokens = 2**63 - 1, -(2**63), 0

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset
 
 from wlb._errors import error
+from wlb.torch.data.content import SplitPrompts
 from wlb.torch.data.documents import Document, as_arrays
 from wlb.torch.data.given_costs import cost_row
 from wlb.torch.data.rows import RowReader, num_documents
@@ -91,8 +92,9 @@ class OneStream:
         longest: int | None,
         costs: Callable[[Any, str, int], Floats] | None,
         reader: RowReader,
+        split: SplitPrompts,
     ) -> None:
-        self._reader = reader
+        self._reader, self._split = reader, split
         self._documents: Any = documents
         self._costs = costs
         self._longest = longest  # the most tokens that a document counts for; None: all
@@ -134,6 +136,7 @@ class OneStream:
         size = sum(document.tokens.size for document in found)
         documents = []
         for document in found:
+            self._split.look(document, f"{argument}[{self._read}]")
             length = document.tokens.size
             kept = length if self._longest is None else min(length, self._longest)
             of_document = () if costs is None else tuple((costs * (kept / size)).tolist())
@@ -180,7 +183,7 @@ class OneStream:
 
     def restored(self, state: Mapping[str, Any]) -> OneStream:
         """Opens the stream again at the saved position."""
-        result = OneStream(self._documents, self._longest, self._costs, self._reader)
+        result = OneStream(self._documents, self._longest, self._costs, self._reader, self._split)
         result.stands(state)
         return result
 

@@ -333,6 +333,13 @@ class StepReader:
         """Plain JSON values; O(documents that wait)."""
         return self.snapshot().state
 
+    def split(self) -> NDArray[np.int64]:
+        """int64 [documents]: numbers of the documents that are split into pieces. O(documents) if there are any."""
+        order = self._order
+        if order.oversize != "split" or order.corpus.longest <= order.limit:
+            return np.empty(0, np.int64)
+        return order.corpus.longer_than(order.limit)
+
     def _lengths(self) -> dict[str, Any]:
         corpus = self._order.corpus
         return {
@@ -394,20 +401,20 @@ class StepReader:
         Complexity:
             O(documents) if there are more of them now.
         """
-        saved, corpus = field(state, "lengths", dict), self._order.corpus
-        if saved == self._lengths():
+        saved, corpus, mine = field(state, "lengths", dict), self._order.corpus, self._lengths()
+        wrong = next((name for name, value in mine.items() if field(saved, name, object) != value), None)
+        if wrong is None:
             return ""
         before, now = field(saved, "documents", int), int(corpus.lengths.size)
-        tokens, fingerprint = field(saved, "tokens", int), field(saved, "fingerprint", str)
-        if 0 < before < now and Corpus.of(corpus.lengths[:before], longest=None).fingerprint == fingerprint:
+        if 0 < before < now and Corpus.of(corpus.lengths[:before], longest=None).fingerprint == saved["fingerprint"]:
             return (
                 f"was saved with {before} documents, behind which this data set has {now - before} more: resume with "
                 f"the first {before} alone (torch.utils.data.Subset(dataset, range({before})), or dataset.select), and "
                 "train all of them in the next run"
             )
         return (
-            f"was saved with {before} documents of {tokens} tokens, and this data set has {now} of {corpus.tokens}, or "
-            "in another order: resume with the documents that it was saved with"
+            f"was saved with {wrong} = {saved[wrong]!r}; this corpus has {mine[wrong]!r}: resume with the documents "
+            "that it was saved with"
         )
 
     def _costs(self) -> dict[str, Any]:

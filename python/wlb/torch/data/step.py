@@ -18,7 +18,7 @@ from wlb._errors import error
 from wlb._shown import explained
 from wlb.ledger import Pieces
 from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.content import check_collated, fingerprint
+from wlb.torch.data.content import check_collated, fingerprint, warn_of_split_prompts
 from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.state import Snapshot
@@ -157,6 +157,7 @@ class StepLoader(Generic[T]):
         self._documents = _size_of(loader)
         # Before there is any state, because each state names the one before.
         sampler.reader.know(fingerprint(getattr(loader, "dataset", None)))
+        warn_of_split_prompts(getattr(loader, "dataset", None), sampler.reader.split(), sampler.reader.packer)
         # A StatefulDataLoader must not be ahead of the step in which its own state is read.
         self._read_ahead = loader.num_workers > 0 and not hasattr(loader, "state_dict")
 

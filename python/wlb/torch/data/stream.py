@@ -25,6 +25,7 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
+from wlb.torch.data.content import SplitPrompts
 from wlb.torch.data.documents import Document, layout_of
 from wlb.torch.data.given_costs import check_given
 from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
@@ -146,7 +147,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._collate = collate_fn
         cost_columns = packer.cost_columns or 0
         of_document = None if costs is None else partial(costs_of, costs, cost_columns)
-        self._streams = [OneStream(stream, self._longest, of_document, reader) for stream in streams]
+        split = SplitPrompts(packer)
+        self._streams = [OneStream(stream, self._longest, of_document, reader, split) for stream in streams]
         self._packer = packer.empty_copy()
         self._waiting: dict[int, Waiting] = {}
         self._cursors = [stream.state_dict() for stream in self._streams]  # states behind the last turn

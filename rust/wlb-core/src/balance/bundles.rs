@@ -5,7 +5,7 @@ use super::exchange::{Rules, Size, Teams, exchange};
 
 /// Number of partners that a micro-batch tries, from the lightest on. If tokens run out, most exchanges do not fit, and
 /// the time is better spent on other starts.
-pub(crate) const PARTNERS: usize = 4;
+const PARTNERS: usize = 4;
 /// Neighbours of the best bundle that are tried if the best does not fit: for one item for one, and for two for two.
 const REACH: [usize; 2] = [4, 16];
 /// Stands for "no item".
@@ -67,15 +67,15 @@ pub(crate) struct Leveller {
     pub(crate) steps: usize,
     /// Whether every bin keeps its number of documents.
     pub(crate) keeps_counts: bool,
-    /// Number of partners of a bin that are tried, from the lightest on.
-    pub(crate) partners: usize,
+    /// Most pairs of items in two bins for which [`Size::Two`] is tried: pairs are listed and sorted.
+    pub(crate) most_pairs: usize,
     /// Bundles that each of the two bins may give.
     bundles: [Vec<Bundle>; 2],
 }
 
 impl Leveller {
     pub(crate) fn new(steps: usize, keeps_counts: bool) -> Self {
-        Self { steps, keeps_counts, partners: PARTNERS, bundles: [Vec::new(), Vec::new()] }
+        Self { steps, keeps_counts, most_pairs: usize::MAX, bundles: [Vec::new(), Vec::new()] }
     }
 
     fn spend(&mut self, steps: usize) {
@@ -94,6 +94,10 @@ impl Leveller {
         aim: f64,
         error: f64,
     ) -> Option<Exchange> {
+        let pairs = |bin: usize| bins.contents[bin].len().pow(2) / 2;
+        if size == Size::Two && pairs(from) + pairs(to) > self.most_pairs {
+            return None;
+        }
         let mut bundles = std::mem::take(&mut self.bundles);
         for (bundles, bin) in bundles.iter_mut().zip([from, to]) {
             bundles.clear();
@@ -148,8 +152,12 @@ impl Leveller {
     /// Lowers the heaviest of some bins, then the next one that can be lowered, until all are within `close` of the
     /// lightest, no exchange is left, or the steps are used up.
     pub(crate) fn level(&mut self, bins: &mut Bins, among: &[usize], close: f64) {
-        let rules = Rules::new(close, self.partners);
-        exchange(&mut Among { bins, among, close, search: self }, among.len(), &rules);
+        self.exchange(bins, among, &Rules::new(close, PARTNERS));
+    }
+
+    /// Exchanges items of some bins by these rules.
+    pub(crate) fn exchange(&mut self, bins: &mut Bins, among: &[usize], rules: &Rules) {
+        exchange(&mut Among { bins, among, close: rules.close, search: self }, among.len(), rules);
     }
 }
 
@@ -173,14 +181,14 @@ impl Teams for Among<'_, '_> {
         self.search.steps == 0
     }
 
-    fn best(&mut self, pair: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Exchange)> {
+    fn best(&mut self, pair: [usize; 2], size: Size, least: Option<f64>) -> Option<(f64, Exchange)> {
         let [heavy, light] = pair.map(|team| self.load(team));
         if heavy - light <= self.close {
             return None;
         }
         let aim = (heavy - light) / 2.0;
         // Both end at least a little below the heavier bin's load, so the search ends in spite of rounding.
-        let below = aim * (1.0 - 1e-6);
+        let below = least.map_or(f64::INFINITY, |least| least - light - aim).min(aim * (1.0 - 1e-6));
         let found = self.search.find(self.bins, pair.map(|team| self.among[team]), size, aim, below)?;
         Some((light + aim + found.error, found))
     }

@@ -36,6 +36,8 @@ pub(crate) trait Teams {
 pub(crate) struct Rules {
     /// Difference in load at which teams count as level.
     pub(crate) close: f64,
+    /// Load of the heaviest team at which the search ends.
+    pub(crate) low: f64,
     /// Number of partners of the heaviest team that are tried, from the lightest on.
     pub(crate) partners: usize,
     /// Sizes of exchanges. A size is tried if no partner has an exchange of the size before it.
@@ -53,7 +55,15 @@ impl Rules {
     /// One item for at most one, with the first partner that has an exchange.
     pub(crate) fn new(close: f64, partners: usize) -> Self {
         let sizes = &[Size::One];
-        Self { close, partners, sizes, enough: f64::INFINITY, sets_aside: true, most: usize::MAX }
+        Self {
+            close,
+            low: f64::NEG_INFINITY,
+            partners,
+            sizes,
+            enough: f64::INFINITY,
+            sets_aside: true,
+            most: usize::MAX,
+        }
     }
 }
 
@@ -67,7 +77,8 @@ pub(crate) fn exchange<T: Teams>(teams: &mut T, count: usize, rules: &Rules) -> 
     let (mut made, mut left) = (0, count);
     while left > 1 && made < rules.most {
         let (heavy, light) = (by_load.heaviest(), by_load.lightest());
-        if teams.load(heavy) - teams.load(light) <= rules.close || teams.is_spent() {
+        let level = teams.load(heavy) - teams.load(light) <= rules.close || teams.load(heavy) <= rules.low;
+        if level || teams.is_spent() {
             break;
         }
         if let Some((partner, exchange)) = find(teams, &by_load, heavy, rules) {

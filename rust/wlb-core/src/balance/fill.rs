@@ -16,6 +16,8 @@ pub(crate) enum Rule {
     /// Costliest item first, to the bin that lacks the most cost per token of its room, so that tokens and cost run
     /// out together.
     Steepest,
+    /// [`Rule::Steepest`] among the bins that stay within their targets; if there is none with room, to the least load.
+    SteepestWithin,
     /// Longest item first, to the fullest bin with room, so that as few tokens as possible stay free.
     BestFit,
     /// The item with the most documents first, to the bin with the fewest documents, then with the least cost.
@@ -29,37 +31,78 @@ impl<'a> Bins<'a> {
     /// O(n log n) for `n` items; the ladder of `N` bins takes a few steps for each item, O(N) in the worst case.
     pub(crate) fn filled(items: &'a [Item], limits: Limits, targets: &[f64], rule: Rule) -> Option<Self> {
         let mut bins = Self::new(items, limits, targets);
-        match rule {
-            Rule::LeastLoad => bins.fill_by(|bins, j| bins.loads[j]),
-            Rule::Steepest => bins.fill_by(|bins, j| bins.loads[j] / bins.room(j).max(1) as f64),
-            Rule::BestFit => bins.fill_fullest(),
-            Rule::FewestDocuments => bins.fill_by_documents(),
-        }?;
-        for contents in &mut bins.contents {
-            contents.sort_unstable();
+        let costliest_first: Vec<u32> = (0..items.len() as u32).collect();
+        if !bins.pour(&costliest_first, rule, None) {
+            return None;
         }
         bins.leave_none_empty();
         Some(bins)
     }
 
-    /// Fills costliest item first, each into the bin of least weight with room.
-    fn fill_by(&mut self, weight: impl Fn(&Self, usize) -> f64) -> Option<()> {
-        let shortest = Shortest::new(self.items);
+    /// Puts these items, costliest first, into bins by a rule. Returns false if an item finds no room.
+    ///
+    /// # Arguments
+    /// * `ceiling` - if given, an item may stay out: it does if there is no room, or if the load of the bin would be
+    ///   above this.
+    pub(crate) fn pour(&mut self, items: &[u32], rule: Rule, ceiling: Option<f64>) -> bool {
+        let slope = |bins: &Self, j: usize| bins.loads[j] / bins.room(j).max(1) as f64;
+        let filled = match rule {
+            Rule::LeastLoad => self.fill_by(items, |bins, j| bins.loads[j], f64::INFINITY, ceiling),
+            Rule::Steepest => self.fill_by(items, slope, f64::INFINITY, ceiling),
+            Rule::SteepestWithin => self.fill_by(items, slope, 0.0, ceiling),
+            Rule::BestFit => self.fill_fullest().is_some(),
+            Rule::FewestDocuments => self.fill_by_documents().is_some(),
+        };
+        self.contents.iter_mut().for_each(|contents| contents.sort_unstable());
+        filled
+    }
+
+    /// Fills costliest item first: each into the bin of least weight, among those with room whose load stays within
+    /// `most`; if there is none, into the bin of least load with room.
+    fn fill_by(
+        &mut self,
+        items: &[u32],
+        weight: impl Fn(&Self, usize) -> f64,
+        most: f64,
+        ceiling: Option<f64>,
+    ) -> bool {
+        let shortest = Shortest::new(items.iter().map(|&place| self.items[place as usize].tokens));
+        // The first item, from `rank` on, that a bin takes without a load above `most`.
+        let next = |bins: &Self, j: usize, rank: usize, most: f64| {
+            if bins.documents[j] == bins.limits.documents {
+                return None;
+            }
+            let takes = |rank: usize| bins.takes(j, &bins.items[items[rank] as usize]);
+            if takes(rank) && bins.loads[j] + bins.items[items[rank] as usize].cost <= most {
+                return Some(rank);
+            }
+            let costly = |&place: &u32| bins.loads[j] + bins.items[place as usize].cost > most;
+            let within = rank + if most < f64::INFINITY { items[rank..].partition_point(costly) } else { 0 };
+            let with_room = |from: usize| shortest.within(bins.room(j), from);
+            std::iter::successors(with_room(within), |rank| with_room(rank + 1)).find(|&rank| takes(rank))
+        };
         let mut open = Takers::new((0..self.loads.len()).map(|j| weight(self, j)));
-        for rank in 0..self.items.len() {
-            let next = |j: usize| {
-                if self.documents[j] == self.limits.documents {
-                    return None;
+        let mut by_load: Option<Takers> = None;
+        for (rank, &place) in items.iter().enumerate() {
+            if let Some(j) = open.first(rank, |j| weight(self, j), |j| next(self, j, rank, most)) {
+                if ceiling.is_none_or(|ceiling| self.loads[j] + self.items[place as usize].cost <= ceiling) {
+                    self.put(place, j);
+                    open.set(j, weight(self, j));
                 }
-                let with_room = |from: usize| shortest.within(self.room(j), from);
-                let fits = |&place: &usize| self.takes(j, &self.items[place]);
-                std::iter::successors(with_room(rank), |place| with_room(place + 1)).find(fits)
-            };
-            let bin = open.first(rank, |j| weight(self, j), next)?;
-            self.put(rank as u32, bin);
-            open.set(bin, weight(self, bin));
+                continue;
+            }
+            let loads = self.loads.iter().copied();
+            let others = (most < f64::INFINITY).then(|| by_load.get_or_insert_with(|| Takers::new(loads)));
+            match others
+                .and_then(|others| others.first(rank, |j| self.loads[j], |j| next(self, j, rank, f64::INFINITY)))
+            {
+                // Its weight in `open` only grows.
+                Some(j) => self.put(place, j),
+                None if ceiling.is_some() => {}
+                None => return false,
+            }
         }
-        Some(())
+        true
     }
 
     fn fill_fullest(&mut self) -> Option<()> {

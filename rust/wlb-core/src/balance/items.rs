@@ -1,5 +1,7 @@
 //! Items that bins hold: documents, or documents that stay together.
 
+use crate::costliest_first::costliest_first;
+
 /// A document, or the documents of one group together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Item {
@@ -22,17 +24,26 @@ pub(crate) struct Limits {
     pub(crate) documents: i64,
 }
 
-/// Each document as one item, costliest first.
+/// Each document as one item, costliest first ([`sort`]).
+///
+/// # Complexity
+/// O(n), plus a comparison sort of documents that cost nearly or exactly the same.
 pub(crate) fn documents(lengths: &[i32], costs: &[f64]) -> Vec<Item> {
-    let item = |(index, (&length, &cost)): (usize, (&i32, &f64))| Item {
-        cost,
-        tokens: i64::from(length),
+    let mut items = in_order(costliest_first(costs), lengths, costs);
+    let in_disorder = |alike: &&mut [Item]| !alike.is_sorted_by(|a, b| a.tokens >= b.tokens);
+    items.chunk_by_mut(|a, b| a.cost == b.cost).filter(in_disorder).for_each(sort);
+    items
+}
+
+/// Documents in this order, each as one item.
+pub(crate) fn in_order(order: impl Iterator<Item = usize>, lengths: &[i32], costs: &[f64]) -> Vec<Item> {
+    let item = |index: usize| Item {
+        cost: costs[index],
+        tokens: i64::from(lengths[index]),
         documents: 1,
         index: index as u32,
     };
-    let mut items: Vec<Item> = lengths.iter().zip(costs).enumerate().map(item).collect();
-    sort(&mut items);
-    items
+    order.map(item).collect()
 }
 
 /// Integers in the order of [`f64::total_cmp`].

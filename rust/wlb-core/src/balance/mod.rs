@@ -16,5 +16,5 @@ pub(crate) use bins::Bins;
 pub(crate) use bundles::{Exchange, Leveller};
 pub(crate) use exchange::{Rules, Size, Teams, exchange};
 pub(crate) use fill::Rule;
-pub(crate) use items::{Item, Limits, documents, sort};
-pub(crate) use rounds::fewest;
+pub(crate) use items::{Item, Limits, documents, in_order, sort};
+pub(crate) use rounds::{WORTH_A_ROUND, fewest, more};

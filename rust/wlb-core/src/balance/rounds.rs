@@ -1,4 +1,4 @@
-//! The fewest rounds that hold everything.
+//! The number of rounds: the fewest that hold everything, or more where that pays.
 
 use crate::error::Result;
 
@@ -36,4 +36,35 @@ pub(crate) fn fewest<P>(
         }
     }
     Ok((enough, best))
+}
+
+/// Number of additional rounds that are tried.
+const MORE_ROUNDS: usize = 2;
+/// Least part by which an additional round must shorten the step, if nobody says what a micro-batch costs to begin.
+pub(crate) const WORTH_A_ROUND: f64 = 0.01;
+
+/// The given plan, or a plan with a few more rounds if its step is shorter by at least the part `worth`: micro-batches
+/// may be so full that nothing can be exchanged between ranks.
+///
+/// # Arguments
+/// * `step` - time of a plan's step.
+/// * `bound` - a lower bound on the step of any plan with this number of rounds.
+/// * `attempt` - the plan with this number of rounds; `None` if there is none, or none that counts.
+pub(crate) fn more<P>(
+    (mut rounds, mut best): (usize, P),
+    worth: f64,
+    step: impl Fn(&P) -> f64,
+    bound: impl Fn(usize) -> f64,
+    attempt: impl Fn(usize) -> Option<P>,
+) -> (usize, P) {
+    for number in rounds + 1..=rounds + MORE_ROUNDS {
+        let most = step(&best) * (1.0 - worth);
+        if bound(number) > most {
+            break;
+        }
+        if let Some(found) = attempt(number).filter(|found| step(found) <= most) {
+            (rounds, best) = (number, found);
+        }
+    }
+    (rounds, best)
 }

@@ -1,7 +1,5 @@
 //! Finds the first item that fits.
 
-use super::items::Item;
-
 /// Finds items that are short enough: a tree of the least tokens of all items, of each half, of each quarter, and so
 /// on.
 pub(super) struct Shortest {
@@ -10,15 +8,15 @@ pub(super) struct Shortest {
 }
 
 impl Shortest {
-    pub(super) fn new(items: &[Item]) -> Self {
+    pub(super) fn new(items: impl ExactSizeIterator<Item = i64>) -> Self {
         let half = items.len().next_power_of_two();
         let mut tokens = vec![i64::MAX; 2 * half];
-        tokens[half..].iter_mut().zip(items).for_each(|(tokens, item)| *tokens = item.tokens);
+        tokens[half..].iter_mut().zip(items).for_each(|(tokens, item)| *tokens = item);
         (1..half).rev().for_each(|at| tokens[at] = tokens[2 * at].min(tokens[2 * at + 1]));
         Self { tokens }
     }
 
-    /// The first item, from `place` on, of at most this many tokens.
+    /// The first item, from `place` on (at most the number of items), of at most this many tokens.
     ///
     /// # Complexity
     /// O(log n).

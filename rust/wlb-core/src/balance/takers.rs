@@ -18,7 +18,8 @@ pub(crate) struct Takers {
 impl Takers {
     /// All micro-batches with their weights, ready.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
-        Self { ready: Ladder::new(weights), waiting: BinaryHeap::new() }
+        // Mostly all bins are empty and equal.
+        Self { ready: Ladder::of_mostly_sorted(weights.zip(0..).collect()), waiting: BinaryHeap::new() }
     }
 
     /// The lightest micro-batch that may take the item of this rank, the lowest index if several are equal.
@@ -38,7 +39,7 @@ impl Takers {
         {
             self.waiting.pop();
             let taker = key as u32 as usize;
-            self.ready.set(taker, weight(taker));
+            self.ready.come_back(taker, weight(taker), false);
         }
         loop {
             let taker = self.ready.lightest_by(&weight)?;
@@ -54,6 +55,6 @@ impl Takers {
     /// Sets the weight of a micro-batch that may have become lighter.
     #[inline]
     pub(crate) fn set(&mut self, taker: usize, weight: f64) {
-        self.ready.set(taker, weight);
+        self.ready.set_lightest(taker, weight);
     }
 }

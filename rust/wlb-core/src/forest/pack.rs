@@ -6,7 +6,7 @@
 //! judged by the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like
 //! documents.
 
-use crate::balance::{Item, fewest};
+use crate::balance::{Item, WORTH_A_ROUND, fewest, more, sort};
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
@@ -34,10 +34,6 @@ const PRICE: f64 = 0.25;
 const STEPS: usize = 1 << 16;
 /// A plan is good enough if its step exceeds the bound by at most this part.
 const ENOUGH: f64 = 5e-3;
-/// Least part by which one more micro-batch on each rank must shorten the step.
-const WORTH_A_ROUND: f64 = 0.01;
-/// Number of additional rounds that are tried.
-const MORE_ROUNDS: usize = 2;
 
 /// Options of packing a forest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +56,7 @@ impl ForestOptions {
     fn for_documents(&self) -> RankOptions {
         RankOptions {
             num_micro_batches: self.num_micro_batches,
+            fewest: false,
             multiple_of: 1,
             max_tokens: self.max_tokens,
             method: Method::VarLength,
@@ -272,23 +269,18 @@ impl<'a> Batch<'a> {
     /// The plan with the fewest rounds that hold all samples, or with a few more if the step gets shorter.
     fn fewest(&self) -> Result<Found<'a>> {
         let dp_size = self.dp_size();
-        let (enough, mut best) = fewest(self.least_rounds(), MAX_MICRO_BATCHES / dp_size, |rounds| {
+        let found = fewest(self.least_rounds(), MAX_MICRO_BATCHES / dp_size, |rounds| {
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
         })?;
-        if self.options.ranks.is_some() {
-            for rounds in enough + 1..=enough + MORE_ROUNDS {
-                let most = best.step * (1.0 - WORTH_A_ROUND);
-                if self.bound(rounds) > most || check_micro_batches(rounds * dp_size).is_err() {
-                    break;
-                }
-                let whole = |found: &Found| found.bins.contents.iter().all(|held| !held.is_empty());
-                if let Some(more) = self.attempt(rounds).filter(|more| more.step <= most && whole(more)) {
-                    best = more;
-                }
-            }
+        if self.options.ranks.is_none() {
+            return Ok(found.1);
         }
-        Ok(best)
+        let attempt = |rounds: usize| {
+            check_micro_batches(rounds * dp_size).ok()?;
+            self.attempt(rounds).filter(|found| found.bins.contents.iter().all(|held| !held.is_empty()))
+        };
+        Ok(more(found, WORTH_A_ROUND, |found| found.step, |rounds| self.bound(rounds), attempt).1)
     }
 
     /// A lower bound on the number of rounds of any plan.
@@ -454,17 +446,19 @@ impl<'a> Batch<'a> {
             let load = self.leaves.together(part.iter().copied());
             Item { cost: load.cost, tokens: load.tokens, documents: part.len() as u32, index: index as u32 }
         };
-        let items: Vec<Item> = parts.iter().enumerate().map(item).collect();
+        let mut items: Vec<Item> = parts.iter().enumerate().map(item).collect();
+        sort(&mut items);
         let shared = Shared {
             ranks: self.dp_size(),
             tokens: self.limits.tokens.saturating_mul(rounds as i64),
             documents: self.limits.documents.saturating_mul(rounds).min(1 << 31) as i64,
             equal_documents: self.options.equal_documents,
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
+            thorough: false,
         };
-        let ranks = share_out(items, &shared)?;
-        let of_rank = |held: Vec<u32>| held.into_iter().flat_map(|index| parts[index as usize].clone()).collect();
-        Some(ranks.into_iter().map(of_rank).collect())
+        let part = |&place: &u32| parts[items[place as usize].index as usize].clone();
+        let of_rank = |held: &Vec<u32>| held.iter().flat_map(part).collect();
+        Some(share_out(&items, &shared)?.contents.iter().map(of_rank).collect())
     }
 
     /// Divides trees so that ranks can have equally many samples: the largest trees first, each whole to the rank that

@@ -43,12 +43,6 @@ impl Placement {
         Self::new(self.assignment.len(), self.tokens.len(), self.empty_cost)
     }
 
-    /// A placement of these documents in other micro-batches, with nothing left over.
-    pub(crate) fn rearranged(&self, assignment: Vec<i32>, tokens: Vec<i64>, costs: Vec<f64>) -> Self {
-        let Self { length_fallbacks, longest, empty_cost, .. } = *self;
-        Self { assignment, tokens, costs, leftover: Vec::new(), length_fallbacks, longest, empty_cost }
-    }
-
     /// Cost of a micro-batch without documents.
     pub(crate) fn empty_cost(&self) -> f64 {
         self.empty_cost

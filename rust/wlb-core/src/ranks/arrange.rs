@@ -28,6 +28,7 @@ pub(crate) fn arrange(
     let total = start.tokens.len();
     let options = RankOptions {
         num_micro_batches: Some(total),
+        fewest: false,
         multiple_of: 1,
         max_tokens,
         method: Method::VarLength,

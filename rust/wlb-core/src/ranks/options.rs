@@ -7,8 +7,11 @@ use crate::packing::options::{Method, Ranks, Sync, check_micro_batches};
 /// Options for packing a global batch for ranks, or with a limit on the documents of a micro-batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankOptions {
-    /// Micro-batches of all ranks together; `None` for as few as hold the batch.
+    /// Micro-batches of all ranks together; `None` for as few as hold the batch, or more if the step gets shorter.
     pub num_micro_batches: Option<usize>,
+    /// If `num_micro_batches` is `None`: whether the number is the smallest that holds the batch, also where more would
+    /// make the step shorter.
+    pub fewest: bool,
     /// If `num_micro_batches` is `None`: the number of micro-batches is a multiple of this and of `dp_size`.
     pub multiple_of: usize,
     /// Most tokens of one micro-batch.

@@ -5,11 +5,11 @@
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
 //! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, documents, fewest};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, WORTH_A_ROUND, documents, fewest, more};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::options::{Sync, check_micro_batches};
+use crate::packing::options::{Ranks, Sync, check_micro_batches};
 use crate::packing::pack::check_fit;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
@@ -17,20 +17,15 @@ use crate::packing::{deal, light_ends};
 
 use super::groups::{groups, members};
 use super::options::RankOptions;
+use super::share_out::{STEPS, Shared, share_out};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
 const CLOSE: f64 = 1e-4;
 /// Sums of ranks count as level if they differ by at most this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
-/// Most exchanges tried to level micro-batches, and again to level ranks: a tenth of a millisecond.
-pub(super) const STEPS: usize = 1 << 15;
-/// Least part by which one more micro-batch on each rank must shorten the step, if ranks wait once a step.
-const WORTH_A_ROUND: f64 = 0.05;
 /// If rounds take longer than their target by this part, a plan rank by rank is tried, too.
 const UNEVEN: f64 = 0.03;
-/// Number of partners with which a rank tries to exchange groups.
-pub(super) const RANKS: usize = 12;
 /// Stands for "no limit" on rounds or documents: more than any batch has, and far from overflow.
 const ANY: i64 = 1 << 31;
 
@@ -42,9 +37,11 @@ const ANY: i64 = 1 << 31;
 ///
 /// # Returns
 /// A packing that lists the micro-batches of the first rank in schedule order, then those of the second, and so on;
-/// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number, else as few as
-/// were found to hold the documents, or with [`Sync::Step`] one more if that makes the step 5 % shorter. No micro-batch
-/// is empty if its rank has at least as many documents as micro-batches.
+/// [`Packing::deal`] returns them. All ranks have the same number of micro-batches: the given number; or as few as were
+/// found to hold the documents; or, unless [`RankOptions::fewest`] is set, up to two more, each of which makes the step
+/// 1 % shorter (or shorter at all, if the cost model says what a micro-batch costs besides its documents). No
+/// micro-batch is empty if its rank has at least as many documents as micro-batches. With [`Sync::MicroBatch`] the step
+/// is never longer than that of the plan for [`Sync::Step`], the heaviest micro-batches of all ranks together.
 ///
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
@@ -74,6 +71,7 @@ const ANY: i64 = 1 << 31;
 ///     groups: vec![],
 ///     equal_documents: true,
 ///     max_documents: None,
+///     fewest: false,
 /// };
 /// let packing = pack_for_ranks(&lengths, &options, &cost)?;
 /// let dealt = packing.deal(2)?;
@@ -98,13 +96,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
     let mut batch = Batch::new(lengths, &each, options)?;
     batch.micro_batch = costs.micro_batch();
     let dp_size = options.dp_size();
-    let (rounds, ranks) = match options.num_micro_batches {
-        Some(total) => batch.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or_else(|| {
-            let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
-            Error::Combination { argument: "num_micro_batches", requirement }
-        }),
-        None => batch.fewest(options.multiple_of / gcd(options.multiple_of, dp_size)),
-    }?;
+    let (rounds, ranks) = batch.best()?;
     let mut assignment = vec![-1; lengths.len()];
     for (micro_batch, contents) in (0..).zip(ranks.iter().flatten()) {
         contents.iter().for_each(|&document| assignment[document as usize] = micro_batch);
@@ -120,6 +112,9 @@ fn gcd(a: usize, b: usize) -> usize {
 /// The documents of each micro-batch of each rank, in schedule order.
 pub(super) type Contents = Vec<Vec<Vec<u32>>>;
 
+/// Micro-batches, those of each rank, and the time of the step.
+type Plan<'a> = (Bins<'a>, Vec<Vec<usize>>, f64);
+
 /// A global batch and the constraints on its plan.
 pub(super) struct Batch<'a> {
     options: &'a RankOptions,
@@ -132,6 +127,8 @@ pub(super) struct Batch<'a> {
     /// The groups as items, costliest first.
     groups: Vec<Item>,
     limits: Limits,
+    /// Where the ranks wait for each other.
+    sync: Sync,
     /// Cost of every micro-batch besides its documents.
     micro_batch: f64,
     /// Micro-batches that hold the documents already, if any: indices of documents, the costliest micro-batch first.
@@ -148,8 +145,9 @@ impl<'a> Batch<'a> {
         let groups = groups(&members, lengths, costs);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let batch = Self { options, items, places, members, groups, limits, micro_batch: 0.0, start: None };
-        if options.equal_documents && batch.shared_out(ANY as usize).is_none() {
+        let (sync, micro_batch) = (options.sync(), 0.0);
+        let batch = Self { options, items, places, members, groups, limits, sync, micro_batch, start: None };
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, false).is_none() {
             let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
             return Err(Error::Combination { argument: "equal_documents", requirement });
         }
@@ -165,30 +163,70 @@ impl<'a> Batch<'a> {
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
         })?;
-        let rounds = multiples * multiple;
-        let shorter = if multiple == 1 { self.one_more(rounds, &best) } else { None };
-        Ok(shorter.map_or((rounds, best), |shorter| (rounds + 1, shorter)))
-    }
-
-    /// The plan with one more round, if ranks wait once a step and the step becomes clearly shorter: micro-batches may
-    /// be so full that documents cannot be exchanged between ranks.
-    fn one_more(&self, rounds: usize, plan: &Contents) -> Option<Contents> {
-        let dp_size = self.options.dp_size();
-        let cost =
-            |held: &Vec<u32>| held.iter().map(|&d| self.items[self.places[d as usize] as usize].cost).sum::<f64>();
-        let step = |plan: &Contents| {
-            let longest = plan.iter().map(|rank| rank.iter().map(cost).sum::<f64>()).fold(0.0, f64::max);
-            longest + self.micro_batch * plan[0].len() as f64
-        };
+        let found = (multiples * multiple, best);
+        if multiple > 1 || self.options.fewest || self.options.ranks.is_none() {
+            return Ok(found);
+        }
         let total: f64 = self.items.iter().map(|item| item.cost).sum();
         let costliest = self.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
-        let least = (total / dp_size as f64).max(costliest) + self.micro_batch * (rounds + 1) as f64;
-        let most = step(plan) * (1.0 - WORTH_A_ROUND);
-        if self.options.sync() != Sync::Step || least > most {
-            return None;
+        let least = (total / dp_size as f64).max(costliest);
+        let attempt = |rounds: usize| {
+            check_micro_batches(rounds * dp_size).ok()?;
+            self.attempt(rounds).filter(|plan| !plan.iter().flatten().any(Vec::is_empty))
+        };
+        let worth = if self.micro_batch > 0.0 { 0.0 } else { WORTH_A_ROUND };
+        let bound = |rounds: usize| least + self.micro_batch * rounds as f64;
+        Ok(more(found, worth, |plan| self.step(plan, self.sync), bound, attempt))
+    }
+
+    /// Time of a plan's step.
+    fn step(&self, plan: &Contents, sync: Sync) -> f64 {
+        let ranks = Ranks { dp_size: plan.len(), sync };
+        let costs: Vec<f64> = plan.iter().flatten().map(|held| self.cost(held) + self.micro_batch).collect();
+        ranks.step_cost(&costs)
+    }
+
+    fn cost(&self, held: &[u32]) -> f64 {
+        held.iter().map(|&document| self.items[self.places[document as usize] as usize].cost).sum()
+    }
+
+    /// The plan with the given number of rounds, or with the number that its step asks for.
+    fn planned(&self) -> Result<(usize, Contents)> {
+        let dp_size = self.options.dp_size();
+        let Some(total) = self.options.num_micro_batches else {
+            let multiple_of = self.options.multiple_of;
+            return self.fewest(multiple_of / gcd(multiple_of, dp_size));
+        };
+        let requirement = "found no plan that fits all documents into this number: None takes as many as needed";
+        let refused = Error::Combination { argument: "num_micro_batches", requirement };
+        self.attempt(total / dp_size).map(|ranks| (total / dp_size, ranks)).ok_or(refused)
+    }
+
+    /// The best plan: of the fewest rounds if asked for, then of the shortest step. If ranks wait in every micro-batch,
+    /// it is never longer than the plan for ranks that wait once a step: few groups on each rank leave rounds uneven,
+    /// and then even ranks matter more than even micro-batches.
+    fn best(&mut self) -> Result<(usize, Contents)> {
+        let own = self.planned();
+        if self.sync == Sync::Step || self.options.dp_size() == 1 {
+            return own;
         }
-        check_micro_batches((rounds + 1) * dp_size).ok()?;
-        self.attempt(rounds + 1).filter(|more| step(more) <= most && !more.iter().flatten().any(Vec::is_empty))
+        self.sync = Sync::Step;
+        let other = self.planned().map(|(rounds, plan)| (rounds, self.in_rounds(plan)));
+        self.sync = Sync::MicroBatch;
+        let (Ok(own), Ok(other)) = (&own, &other) else { return own.or(other) };
+        let worth = |&(rounds, ref plan): &(usize, Contents)| {
+            (if self.options.fewest { rounds } else { 0 }, self.step(plan, Sync::MicroBatch))
+        };
+        Ok(if worth(other) < worth(own) { other.clone() } else { own.clone() })
+    }
+
+    /// The same micro-batches on the same ranks, such that the heaviest of all ranks run together.
+    fn in_rounds(&self, mut plan: Contents) -> Contents {
+        for held in &mut plan {
+            held.sort_by(|a, b| self.cost(b).total_cmp(&self.cost(a)));
+            *held = light_ends(&(0..held.len()).collect::<Vec<_>>()).iter().map(|&j| held[j].clone()).collect();
+        }
+        plan
     }
 
     /// A lower bound on the number of rounds of any plan.
@@ -209,7 +247,7 @@ impl<'a> Batch<'a> {
     /// The plan with this number of micro-batches on each rank; `None` if no such plan was found.
     pub(super) fn attempt(&self, rounds: usize) -> Option<Contents> {
         let dp_size = self.options.dp_size();
-        let sync = self.options.sync();
+        let sync = self.sync;
         let targets = match sync {
             Sync::Step => {
                 let total: f64 = self.items.iter().map(|item| item.cost).sum();
@@ -218,37 +256,39 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => rounds::targets(&self.items, dp_size, rounds),
         };
         let mean = targets.iter().sum::<f64>() / rounds as f64;
-        let (mut bins, mut ranks) = if self.members.is_empty() {
-            let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
-            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
-            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
-            (bins, ranks)
-        } else {
-            self.by_rank(&targets, mean)?
-        };
-        let level = |bins: &mut Bins, ranks: &mut [Vec<usize>]| match sync {
-            Sync::Step => self.level_sums(bins, ranks, mean),
-            Sync::MicroBatch => self.level_rounds(bins, ranks, mean),
-        };
         let most = match sync {
             Sync::Step => mean * rounds as f64 * (1.0 + CLOSE),
             Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
         };
-        level(&mut bins, &mut ranks);
+        let mut plans: Vec<Plan> = Vec::new();
+        if self.members.is_empty() {
+            let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
+            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
+            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
+            plans.push(self.levelled(bins, ranks, mean));
+        }
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
-        // or if micro-batches are full. Then a plan that bins out to ranks first is tried, too.
-        let longest = self.longest(&bins, &ranks);
-        if self.members.is_empty()
-            && longest > most
-            && let Some((mut others, mut held)) = self.by_rank(&targets, mean)
-        {
-            level(&mut others, &mut held);
-            if self.longest(&others, &held) < longest {
-                (bins, ranks) = (others, held);
+        // or if micro-batches are full. Then plans that share out to ranks first are tried, too. A thorough search
+        // makes ranks more even, and sometimes so full that their documents find no room.
+        for thorough in [false, true] {
+            if plans.iter().all(|&(.., step)| step > most) {
+                let others = self.by_rank(&targets, mean, thorough);
+                plans.extend(others.map(|(bins, ranks)| self.levelled(bins, ranks, mean)));
             }
         }
+        let (bins, ranks, _) = plans.into_iter().min_by(|a, b| a.2.total_cmp(&b.2))?;
         let documents = |&j: &usize| bins.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
+    }
+
+    /// The plan after exchanges, in schedule order, and its step.
+    fn levelled<'b>(&self, mut bins: Bins<'b>, mut ranks: Vec<Vec<usize>>, mean: f64) -> Plan<'b> {
+        match self.sync {
+            Sync::Step => self.level_sums(&mut bins, &mut ranks, mean),
+            Sync::MicroBatch => self.level_rounds(&mut bins, &mut ranks, mean),
+        }
+        let step = self.longest(&bins, &ranks);
+        (bins, ranks, step)
     }
 
     /// Whether documents may go from rank to rank.
@@ -304,7 +344,7 @@ impl<'a> Batch<'a> {
         start: Option<&[Vec<u32>]>,
     ) -> Option<Bins<'b>> {
         let all: Vec<usize> = (0..targets.len()).collect();
-        let excess = |bins: &Bins| match self.options.sync() {
+        let excess = |bins: &Bins| match self.sync {
             Sync::Step => bins.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max),
             Sync::MicroBatch => bins.loads.iter().map(|load| load.max(0.0)).sum(),
         };
@@ -328,28 +368,22 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize) -> Option<Bins<'_>> {
-        let Limits { tokens, documents } = self.limits;
-        let rounds = rounds as i64;
-        let limits = Limits { tokens: tokens * rounds, documents: documents * rounds };
-        let targets = vec![0.0; self.options.dp_size()];
-        let rule = if self.options.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-        let together = if self.members.is_empty() { &self.items } else { &self.groups };
-        let bins = Bins::filled(together, limits, &targets, rule)?;
-        let documents = |held: &Vec<u32>| held.iter().map(|&place| together[place as usize].documents).sum::<u32>();
-        let held = || bins.contents.iter().map(documents);
-        let spread = held().max().unwrap_or(0) - held().min().unwrap_or(0);
-        (!self.options.equal_documents || spread <= 1).then_some(bins)
+    fn shared_out(&self, rounds: usize, close: f64, thorough: bool) -> Option<Bins<'_>> {
+        let shared = Shared {
+            ranks: self.options.dp_size(),
+            tokens: self.limits.tokens * rounds as i64,
+            documents: self.limits.documents * rounds as i64,
+            equal_documents: self.options.equal_documents,
+            close,
+            thorough,
+        };
+        share_out(if self.members.is_empty() { &self.items } else { &self.groups }, &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    fn by_rank(&self, targets: &[f64], mean: f64) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let mut on_ranks = self.shared_out(targets.len())?;
+    fn by_rank(&self, targets: &[f64], mean: f64, thorough: bool) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, thorough)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
-        let mut search = Leveller::new(STEPS, self.options.equal_documents);
-        search.partners = RANKS;
-        search.level(&mut on_ranks, &all, CLOSE_SUMS * mean * targets.len() as f64);
-
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut bins = Bins::new(&self.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
@@ -374,7 +408,7 @@ impl<'a> Batch<'a> {
     /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
     fn longest(&self, bins: &Bins<'_>, ranks: &[Vec<usize>]) -> f64 {
         let costs = bins.costs();
-        match self.options.sync() {
+        match self.sync {
             Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
             Sync::MicroBatch => {
                 let heaviest = |round: usize| ranks.iter().map(|held| costs[held[round]]).fold(0.0, f64::max);

@@ -1,8 +1,14 @@
 //! Shares groups of documents that have to stay together out to ranks.
 
-use crate::balance::{Bins, Item, Leveller, Limits, Rule, sort};
+use crate::balance::{Bins, Item, Leveller, Limits, Rule, Rules, Size};
 
-use super::plan::{RANKS, STEPS};
+/// Most steps of exchanges: a tenth of a millisecond.
+pub(super) const STEPS: usize = 1 << 15;
+/// Number of partners with which a rank tries to exchange.
+const PARTNERS: usize = 12;
+/// Most pairs of groups on two ranks for which two are exchanged for two: with many groups on a rank, one for one is
+/// enough.
+const PAIRS: usize = 1 << 10;
 
 /// Limits of a share-out.
 pub(crate) struct Shared {
@@ -16,23 +22,32 @@ pub(crate) struct Shared {
     pub(crate) equal_documents: bool,
     /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
+    /// Whether the best exchange of all partners is made, not that of the first partner that has one, and, if nobody
+    /// has one, of two for two.
+    pub(crate) thorough: bool,
 }
 
-/// Indices of the items of each rank, with costs as level as exchanges make them; `None` if no way was found.
-pub(crate) fn share_out(mut items: Vec<Item>, shared: &Shared) -> Option<Vec<Vec<u32>>> {
-    sort(&mut items);
+/// Items on ranks, with costs as level as exchanges make them; `None` if no way was found.
+///
+/// # Arguments
+/// * `items` - costliest first.
+pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'a>> {
     let limits = Limits { tokens: shared.tokens, documents: shared.documents };
     let rule = if shared.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-    let mut bins = Bins::filled(&items, limits, &vec![0.0; shared.ranks], rule)?;
+    let mut bins = Bins::filled(items, limits, &vec![0.0; shared.ranks], rule)?;
     let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
     let held: Vec<u32> = bins.contents.iter().map(documents).collect();
     let spread = held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0);
     if shared.equal_documents && spread > 1 {
         return None;
     }
+    let all: Vec<usize> = (0..shared.ranks).collect();
+    let mut rules = Rules::new(shared.close, PARTNERS);
+    if shared.thorough {
+        rules = Rules { sizes: &[Size::One, Size::Two], enough: f64::NEG_INFINITY, ..rules };
+    }
     let mut search = Leveller::new(STEPS, shared.equal_documents);
-    search.partners = RANKS;
-    search.level(&mut bins, &(0..shared.ranks).collect::<Vec<usize>>(), shared.close);
-    let indices = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].index).collect();
-    Some(bins.contents.iter().map(indices).collect())
+    search.most_pairs = PAIRS;
+    search.exchange(&mut bins, &all, &rules);
+    Some(bins)
 }

@@ -255,184 +255,175 @@ pub(crate) fn refined(lengths: &[i32], num_micro_batches: usize, max_tokens: i32
 
 /// A plan by slope where tokens ran out; then exchanges with the heaviest micro-batch. Pieces are `whole`.
 fn refine(start: Plan, lengths: &[i32], max_tokens: i32, cost: &CostModel) -> Plan {
-    let placed = start.micro_batches.iter().flatten().map(|piece| cost.micro_batch() + cost.cost(piece.length));
-    let bound = placed.fold(start.costs.iter().sum::<f64>() / start.costs.len() as f64, f64::max);
+    let costs: Vec<f64> = lengths.iter().map(|&length| cost.cost(length)).collect();
+    let mut order: Vec<usize> = (0..lengths.len()).collect();
+    order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]).then(lengths[b].cmp(&lengths[a])));
+    let placed: Vec<usize> = order.iter().copied().filter(|&index| start.assignment[index] >= 0).collect();
+    let (n, empty) = (start.costs.len(), cost.micro_batch());
     let max = |plan: &Plan| plan.costs.iter().copied().fold(0.0, f64::max);
-    if start.leftover.is_empty() && max(&start) <= bound * 1.0001 {
+    let (mean, ceiling) = (start.costs.iter().sum::<f64>() / n as f64, max(&start));
+    let bound = placed.first().map_or(mean, |&index| mean.max(empty + costs[index]));
+    if start.leftover.is_empty() && ceiling <= bound * 1.0001 {
         return start;
     }
-    let mut best = start.clone();
+    let nothing = |target: f64| Held {
+        lengths,
+        costs: &costs,
+        order: &order,
+        max_tokens: i64::from(max_tokens),
+        at: vec![None; lengths.len()],
+        loads: vec![-target; n],
+    };
+    let mut best = nothing(bound - empty);
+    placed.iter().for_each(|&index| best.put(index, start.assignment[index] as usize));
     if start.length_fallbacks > 0 || !start.leftover.is_empty() {
-        let raised = if start.leftover.is_empty() { 0.0 } else { 0.75 };
-        let target = bound + (max(&start) - bound).max(0.0) * raised;
-        let rank = |plan: &Plan| (plan.leftover.len(), max(plan));
-        let plan = by_slope(lengths, &start, max_tokens, target, cost);
-        best = plan.filter(|plan| max(plan) <= max(&start) && rank(plan) < rank(&best)).unwrap_or(best);
+        let raised = if start.leftover.is_empty() { 0.0 } else { (ceiling - bound).max(0.0) * 0.75 };
+        let mut other = nothing(bound - empty + raised);
+        if placed.iter().all(|&index| other.put_by_slope(index)) {
+            let is_left = |index: &usize| start.leftover.iter().any(|piece| piece.id as usize == *index);
+            for index in order.iter().copied().filter(is_left) {
+                let lightest = first_least(other.with_room(index).into_iter().map(|j| (j, other.loads[j])));
+                let fits = |&j: &usize| other.loads[j] + costs[index] <= ceiling - bound - raised;
+                lightest.filter(fits).into_iter().for_each(|j| other.put(index, j));
+            }
+            other.loads.iter_mut().for_each(|load| *load += raised);
+            let most = bound + other.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let more = other.at.iter().flatten().count() > placed.len();
+            best = if most < ceiling || more && most <= ceiling { other } else { best };
+        }
     }
-    let plan = exchanged(lengths, &best, max_tokens, bound * 1.0005, cost);
-    if max(&plan) < max(&best) { plan } else { best }
-}
+    best.exchange(bound * (1.0005 - 1.0));
 
-/// Longest first, to the most cost lacking per token of room, where the cost stays within the target; else to the least
-/// cost.
-fn by_slope(lengths: &[i32], start: &Plan, max_tokens: i32, target: f64, cost: &CostModel) -> Option<Plan> {
-    let n = start.costs.len();
     let mut plan = Plan { length_fallbacks: start.length_fallbacks, ..Plan::empty(lengths.len(), n, cost) };
-    for index in longest_first(lengths).into_iter().filter(|&index| start.assignment[index] >= 0) {
-        let room = |j: usize| i64::from(max_tokens) - plan.tokens[j];
-        let with_room: Vec<usize> = (0..n).filter(|&j| room(j) >= i64::from(lengths[index])).collect();
-        let within = with_room.iter().copied().filter(|&j| plan.costs[j] + cost.cost(lengths[index]) <= target);
-        let steepest = first_least(within.map(|j| (j, (plan.costs[j] - target) / room(j) as f64)));
-        let j = steepest.or_else(|| first_least(with_room.iter().map(|&j| (j, plan.costs[j]))))?;
-        plan.put(j, whole(index, lengths[index]), cost.cost(lengths[index]));
+    for (index, j) in order.iter().filter_map(|&index| Some((index, best.at[index]?))) {
+        plan.put(j, whole(index, lengths[index]), costs[index]);
         plan.assignment[index] = j as i32;
     }
-    let ceiling = start.costs.iter().copied().fold(0.0, f64::max);
-    let mut longest_first = start.leftover.clone();
-    longest_first.sort_by_key(|piece| (Reverse(piece.length), piece.id));
-    for piece in longest_first {
-        let has_room = |j: &usize| plan.tokens[*j] + i64::from(piece.length) <= i64::from(max_tokens);
-        if let Some(j) = first_least((0..n).filter(has_room).map(|j| (j, plan.costs[j])))
-            && plan.costs[j] + cost.cost(piece.length) <= ceiling
-        {
-            plan.put(j, piece, cost.cost(piece.length));
-            plan.assignment[piece.id as usize] = j as i32;
-        }
-    }
-    plan.leftover = start.leftover.iter().copied().filter(|piece| plan.assignment[piece.id as usize] < 0).collect();
     plan.micro_batches.iter_mut().for_each(|pieces| pieces.sort_by_key(|piece| piece.id));
-    Some(plan)
+    plan.leftover = start.leftover.iter().copied().filter(|piece| plan.assignment[piece.id as usize] < 0).collect();
+    let rank = |plan: &Plan| (plan.leftover.len(), max(plan));
+    if max(&plan) <= ceiling && rank(&plan) < rank(&start) { plan } else { start }
 }
 
-/// Exchanges until there is none, the maximum is low enough, or all steps are taken, also those with the lightest
-/// alone.
-fn exchanged(lengths: &[i32], start: &Plan, max_tokens: i32, low_enough: f64, cost: &CostModel) -> Plan {
-    let n = start.costs.len();
-    let mut plan = start.clone();
-    let order = longest_first(lengths);
-    // Longest first; after the last document, none.
-    let inside = |plan: &Plan, j: usize| -> Vec<Option<usize>> {
-        let inside = order.iter().copied().filter(|&index| plan.assignment[index] == j as i32);
-        inside.map(Some).chain([None]).collect()
-    };
-    let mut changed = vec![false; n];
-    let mut steps = 256.min(96 + 40 * n);
-    let mut last_steps = 256 + order.iter().filter(|&&index| plan.assignment[index] >= 0).count();
-    loop {
-        let heaviest = first_least(plan.costs.iter().map(|&cost| -cost).enumerate()).unwrap_or(0);
-        let mut partners: Vec<usize> = (0..n).filter(|&j| plan.costs[j] < plan.costs[heaviest]).collect();
-        partners.sort_by(|&a, &b| plan.costs[a].total_cmp(&plan.costs[b]));
-        if plan.costs[heaviest] <= low_enough || (steps == 0 && last_steps == 0) {
-            break;
-        }
-        let out_of_steps = steps == 0;
-        let both = [1, 2].iter().flat_map(|&most| partners.iter().map(move |&partner| (most, partner)));
-        let mut found = None;
-        for (most, partner) in both {
-            let side = |j: usize| (inside(&plan, j), i64::from(max_tokens) - plan.tokens[j], plan.costs[j]);
-            if out_of_steps {
-                last_steps = last_steps.saturating_sub(side(heaviest).0.len() + side(partner).0.len());
-            }
-            let exchange = best_exchange(lengths, side(heaviest), side(partner), most, &mut steps, cost);
-            found = exchange.map(|exchange| (partner, exchange));
-            if found.is_some() || steps == 0 {
-                break;
-            }
-        }
-        let Some((partner, ([given, taken], moved))) = found else { break };
-        for (documents, from, to) in [(given, heaviest, partner), (taken, partner, heaviest)] {
-            for index in documents.into_iter().flatten() {
-                plan.assignment[index] = to as i32;
-                plan.tokens[from] -= i64::from(lengths[index]);
-                plan.tokens[to] += i64::from(lengths[index]);
-            }
-        }
-        plan.costs[heaviest] -= moved;
-        plan.costs[partner] += moved;
-        (changed[heaviest], changed[partner]) = (true, true);
-    }
-    for j in (0..n).filter(|&j| changed[j]) {
-        let documents: Vec<usize> = inside(&plan, j).into_iter().flatten().collect();
-        plan.costs[j] = documents.iter().fold(cost.micro_batch(), |sum, &index| sum + cost.cost(lengths[index]));
-        plan.micro_batches[j] = documents.into_iter().map(|index| whole(index, lengths[index])).collect();
-        plan.micro_batches[j].sort_by_key(|piece| piece.id);
-    }
-    plan
+/// Documents in micro-batches, and what each costs beyond its target.
+struct Held<'a> {
+    lengths: &'a [i32],
+    costs: &'a [f64],
+    /// Costliest first.
+    order: &'a [usize],
+    max_tokens: i64,
+    at: Vec<Option<usize>>,
+    loads: Vec<f64>,
 }
 
-/// Two documents, or one, or none.
-type Two = [Option<usize>; 2];
+/// At most two documents, and what they cost.
+type Bundle = (Vec<usize>, f64);
 
-/// Every exchange, one by one: the one with the least maximum (what is given and taken, and by how much the heavy one's
-/// cost falls).
-///
-/// A step is a document of either (or none) where one is given, else what is given, and each third with it. Thirds that
-/// leave the heavy one too heavy whatever the fourth, and those that make the light one too heavy whatever the fourth,
-/// are no step, but for the first of the latter.
-fn best_exchange(
-    lengths: &[i32],
-    (has, room, heavy): (Vec<Option<usize>>, i64, f64),
-    (offers, partner_room, light): (Vec<Option<usize>>, i64, f64),
-    most: usize,
-    steps: &mut usize,
-    cost: &CostModel,
-) -> Option<([Two; 2], f64)> {
-    let tokens = |two: Two| two.into_iter().flatten().map(|index| i64::from(lengths[index])).sum::<i64>();
-    let cost_of = |one: Option<usize>| one.map_or(0.0, |index| cost.cost(lengths[index]));
-    let cost_of_two = |two: Two| cost_of(two[0]) + cost_of(two[1]);
-    let moved = |given: Two, taken: Two| cost_of_two(given) - cost_of_two(taken);
-    let mut best = None;
-    let mut least = heavy;
-    if most == 1 {
+impl Held<'_> {
+    fn put(&mut self, index: usize, j: usize) {
+        self.at[index] = Some(j);
+        self.loads[j] += self.costs[index];
+    }
+
+    fn inside(&self, j: usize) -> Vec<usize> {
+        self.order.iter().copied().filter(|&index| self.at[index] == Some(j)).collect()
+    }
+
+    fn tokens(&self, documents: &[usize]) -> i64 {
+        documents.iter().map(|&index| i64::from(self.lengths[index])).sum()
+    }
+
+    fn room(&self, j: usize) -> i64 {
+        self.max_tokens - self.tokens(&self.inside(j))
+    }
+
+    fn with_room(&self, index: usize) -> Vec<usize> {
+        (0..self.loads.len()).filter(|&j| self.room(j) >= i64::from(self.lengths[index])).collect()
+    }
+
+    /// To the most cost lacking per token of room, where the cost stays within the target; else to the least cost.
+    fn put_by_slope(&mut self, index: usize) -> bool {
+        let with_room = self.with_room(index);
+        let within = with_room.iter().copied().filter(|&j| self.loads[j] + self.costs[index] <= 0.0);
+        let steepest = first_least(within.map(|j| (j, self.loads[j] / self.room(j).max(1) as f64)));
+        let found = steepest.or_else(|| first_least(with_room.iter().map(|&j| (j, self.loads[j]))));
+        found.into_iter().for_each(|j| self.put(index, j));
+        found.is_some()
+    }
+
+    /// Exchanges until there is none, the heaviest is low enough, or all steps are taken.
+    fn exchange(&mut self, low: f64) {
+        let mut steps = STEPS + self.lengths.len();
+        loop {
+            let mut lightest: Vec<usize> = (0..self.loads.len()).collect();
+            lightest.sort_by(|&a, &b| self.loads[a].total_cmp(&self.loads[b]));
+            let heavy = first_least(self.loads.iter().map(|load| -load).enumerate()).unwrap_or(0);
+            if self.loads[heavy] <= self.loads[lightest[0]].max(low) || steps == 0 {
+                return;
+            }
+            let partners: Vec<usize> = lightest.into_iter().filter(|&j| j != heavy).take(PARTNERS).collect();
+            let both = [1, 2].iter().flat_map(|&most| partners.iter().map(move |&light| (most, light)));
+            let mut tried = both.map(|(most, light)| (light, self.best([heavy, light], most, &mut steps)));
+            let Some((light, [given, taken])) = tried.find_map(|(light, found)| Some((light, found?))) else { return };
+            for (documents, from, to) in [(given, heavy, light), (taken, light, heavy)] {
+                for index in documents {
+                    self.loads[from] -= self.costs[index];
+                    self.put(index, to);
+                }
+            }
+        }
+    }
+
+    /// What is given and taken so that a cost moves which is nearest to half of the difference. On either side of the
+    /// nearest bundle the first that fits counts, among a few. Every bundle is a step.
+    fn best(&self, [heavy, light]: [usize; 2], most: usize, steps: &mut usize) -> Option<[Vec<usize>; 2]> {
+        let aim = (self.loads[heavy] - self.loads[light]) / 2.0;
+        let pairs: usize = [heavy, light].iter().map(|&j| self.inside(j).len().pow(2) / 2).sum();
+        if aim <= 0.0 || most == 2 && pairs > PAIRS {
+            return None;
+        }
+        let (has, offers) = (self.bundles(heavy, most), self.bundles(light, most));
         *steps = steps.saturating_sub(has.len() + offers.len());
-    }
-    for (i, &first) in has.iter().enumerate().filter(|(_, first)| first.is_some()) {
-        for &second in has.iter().skip(i + 1).filter(|second| most == 2 || second.is_none()) {
-            let given = [first, second];
-            if most == 2 && *steps == 0 {
-                return best;
-            }
-            *steps -= usize::from(most == 2);
-            let before = least;
-            for (k, &third) in offers.iter().enumerate().filter(|(_, third)| most == 2 || third.is_none()) {
-                if most == 2 {
-                    if heavy - moved(given, [third, None]) >= before {
-                        continue;
-                    }
-                    if *steps == 0 {
-                        return best;
-                    }
-                    *steps -= 1;
-                    let longest_fourth = offers.get(k + 1).copied().flatten();
-                    if light + moved(given, [third, longest_fourth]) >= least {
-                        break;
-                    }
-                }
-                let mut best_of_these = None;
-                let mut least_of_these = f64::INFINITY;
-                for (l, &fourth) in offers.iter().enumerate() {
-                    let taken = [third, fourth];
-                    let is_another = most == 1 || l > k || fourth.is_none();
-                    let arriving = tokens(given) - tokens(taken);
-                    if !is_another || arriving > partner_room || -arriving > room {
-                        continue;
-                    }
-                    let moved = moved(given, taken);
-                    let (heavy, light) = (heavy - moved, light + moved);
-                    // Of equals the last that leaves the heavy one the heavier.
-                    if heavy.max(light) < least_of_these || (heavy > light && heavy == least_of_these) {
-                        least_of_these = heavy.max(light);
-                        best_of_these = Some(([given, taken], moved));
-                    }
-                }
-                if least_of_these < least {
-                    (least, best) = (least_of_these, best_of_these);
+        let (reach, held) = (if most == 2 { 16 } else { 4 }, self.inside(heavy).len());
+        let (mut best, mut least) = (None, aim * (1.0 - 1e-6));
+        for given in has.iter().filter(|(documents, _)| !documents.is_empty()) {
+            let fits = |taken: &&Bundle| {
+                let moved = self.tokens(&given.0) - self.tokens(&taken.0);
+                let empties = taken.0.is_empty() && given.0.len() == held;
+                !empties && moved <= self.room(light) && -moved <= self.room(heavy)
+            };
+            let turn = offers.iter().filter(|taken| taken.1 > given.1 - aim).count();
+            let behind = offers[turn..].iter().take(reach).find(fits);
+            let before = offers[..turn].iter().rev().take(reach).find(fits);
+            for taken in behind.into_iter().chain(before) {
+                let error = (given.1 - taken.1 - aim).abs();
+                if error < least {
+                    (best, least) = (Some([given.0.clone(), taken.0.clone()]), error);
                 }
             }
         }
+        best
     }
-    best
+
+    /// Each document, or each and every two of them, costliest first; at last nothing.
+    fn bundles(&self, j: usize, most: usize) -> Vec<Bundle> {
+        let inside = self.inside(j);
+        let mut bundles: Vec<Bundle> = inside.iter().map(|&index| (vec![index], self.costs[index])).collect();
+        for (at, &first) in inside.iter().enumerate().filter(|_| most == 2) {
+            let with = |&second: &usize| (vec![first, second], self.costs[first] + self.costs[second]);
+            bundles.extend(inside[at + 1..].iter().map(with));
+        }
+        bundles.sort_by(|a, b| b.1.total_cmp(&a.1));
+        bundles.push((Vec::new(), 0.0));
+        bundles
+    }
 }
+
+/// Steps of all exchanges of a plan, besides one for each document; partners that the heaviest micro-batch tries; most
+/// pairs in two micro-batches for which two are exchanged for two.
+const STEPS: usize = 256;
+const PARTNERS: usize = 4;
+const PAIRS: usize = 256;
 
 /// The queues of a new packer: a level a threshold, or the one in which any document may wait.
 fn empty_queues(config: &PackerConfig) -> Vec<Vec<Waiting>> {

@@ -10,17 +10,26 @@ use crate::packing::plan::Packing;
 
 use super::bins::Bins;
 
-/// Longest first, each document to the micro-batch with the least cost.
+/// Algorithm 1 ([`place`]).
+pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
+    let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
+    let placement = place(longest_first(lengths), &cost_model.costs(lengths), empty, max_tokens);
+    let piece = |index| Piece::whole(index, lengths[index]);
+    placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, piece)
+}
+
+/// Puts each document, given as `(length, index)` from the longest to the shortest, in the micro-batch with the least
+/// cost.
 ///
 /// # Complexity
 /// O(n) for the sort, and a few steps for each document (see [`Ladder`](crate::ladder::Ladder)); O(n N) at worst.
-pub(crate) fn pack(lengths: &[i32], num_micro_batches: usize, max_tokens: i32, cost_model: &CostModel) -> Packing {
-    let empty = Placement::new(lengths.len(), num_micro_batches, cost_model.micro_batch());
+pub(super) fn place(
+    longest_first: impl Iterator<Item = (i32, usize)>,
+    costs: &[f64],
+    empty: Placement,
+    max_tokens: i32,
+) -> Placement {
     let mut bins = Bins::resume(empty, max_tokens);
-    let costs = cost_model.costs(lengths);
-    for (length, index) in longest_first(lengths) {
-        bins.place(index, length, costs[index]);
-    }
-    let piece = |index| Piece::whole(index, lengths[index]);
-    bins.placement.into_packing(Some(Method::VarLength), max_tokens, cost_model, piece)
+    longest_first.for_each(|(length, index)| bins.place(index, length, costs[index]));
+    bins.placement
 }
