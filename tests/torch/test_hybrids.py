@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import wlb
 import wlb.torch as wt
+from tests.oracles import row_kernels
 from tests.oracles.hybrid_models import FAMILIES, tiny
 from tests.torch.hybrid_rows import logits
 from tests.trainers.small_corpus import documents
@@ -227,3 +229,28 @@ def test_what_is_not_handed_on_is_found() -> None:
     assert row.as_hf(HandsOn())["cu_seqlens"].tolist() == [0, 3, 5]
     assert "cu_seqlens" not in row.as_hf()
     assert "cu_seqlens" not in row.as_hf(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("name", ["gated_delta_rule", "kda"])
+def test_rules_are_those_of_flash_linear_attentions_own_loops(name: str) -> None:
+    """Where that package imports: its slow functions, one document after the other, beside the stand-in."""
+    naive = pytest.importorskip(f"fla.ops.{name}.naive", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(0)
+    sizes, heads, width = [5, 1, 20, 6], 2, 8
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(1, sum(sizes), heads, *shape, generator=generator)
+
+    gate = -drawn(*([width] if name == "kda" else [])).exp()
+    query, key, value, beta = drawn(width), drawn(width), drawn(width), drawn().sigmoid()
+    cu_seqlens = torch.tensor([0, *np.cumsum(sizes).tolist()])
+    rule = {"gated_delta_rule": row_kernels.chunk_gated_delta_rule, "kda": row_kernels.chunk_kda}[name]
+    key = torch.nn.functional.normalize(key, dim=-1)
+    found, _ = rule(query, key, value, gate, beta, cu_seqlens=cu_seqlens)
+    parts = [{"q": query, "k": key, "v": value, "g": gate, "beta": beta} for _ in sizes]
+    ends = np.cumsum(sizes).tolist()
+    expected = [
+        getattr(naive, f"naive_recurrent_{name}")(**{n: each[:, end - size : end] for n, each in part.items()})[0]
+        for part, size, end in zip(parts, sizes, ends, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat(expected, 1), rtol=1e-4, atol=1e-5)
