@@ -259,8 +259,10 @@ def test_the_reference_has_every_public_name() -> None:
     """In an order of its own: what most people call comes first."""
     import wlb
 
-    listed = re.search(r"members: \[(.*?)\]", (ROOT / "docs" / "reference" / "wlb.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "reference" / "wlb.md").read_text()
+    listed = re.search(r"members: \[(.*?)\]", page, re.DOTALL)
     assert listed is not None
     names = [name.strip() for name in listed[1].split(",")]
-    assert sorted(names) == sorted({*wlb.__all__} - {"__version__"})
+    by_hand = re.findall(r"^## `wlb\.(\w+)`$", page, re.MULTILINE)  # of overloads alone the site's reader knows nothing
+    assert sorted(names + by_hand) == sorted({*wlb.__all__} - {"__version__"})
     assert names[0] == "pack"
