@@ -261,7 +261,8 @@ def lightning(rows: list[Row], options: dict[str, Any]) -> Effect:
     from wlb.integrations.lightning import BalancedDataModule
 
     data = BalancedDataModule(rows, max_tokens=24, tokens_per_batch=40, cost_model=COST, verify=False, **options)
-    module = SimpleNamespace(automatic_optimization=False, modules=list)
+    module: Any = torch.nn.Module()
+    module.automatic_optimization = False
     fields = {"global_rank": 0, "world_size": 1, "accumulate_grad_batches": 1, "global_step": 0, "callbacks": []}
     data.trainer = SimpleNamespace(**fields, lightning_module=module)
     return merged(map(of_hugging_face, data.train_dataloader()))

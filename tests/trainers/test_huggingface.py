@@ -89,7 +89,7 @@ def test_documents_mix_without_what_the_collator_says(change: dict[str, Any]) ->
 
 def test_batch_equals_that_of_transformers() -> None:
     features = documents([3, 1, 6])
-    expected = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
+    expected = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(features)
     batch = packed(features)
     assert batch.pop("use_cache") is False
     assert batch.pop("shift_labels").tolist() == [[*expected["labels"][0, 1:].tolist(), -100]]

@@ -214,9 +214,12 @@ class _Balanced(Trainer):
 
     def _load_callback_state(self) -> None:
         """Restores the states of callbacks; the one that saves states restores its own when training begins."""
+        callbacks = self.callback_handler.callbacks
+        place = callbacks.index(self._wlb_callback)
         super()._load_callback_state()
-        self.remove_callback(MicroBatchCallback)
-        self.add_callback(self._wlb_callback)
+        if self._wlb_callback not in callbacks:
+            self.remove_callback(MicroBatchCallback)
+            callbacks.insert(place, self._wlb_callback)  # callbacks behind it find the state restored
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Packed rows, if the evaluation allows it."""
