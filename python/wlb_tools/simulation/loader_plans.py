@@ -18,7 +18,7 @@ from wlb_tools.simulation.outcome import Outcome
 from wlb_tools.simulation.planner import check_planner, obstacle, planner_options
 from wlb_tools.simulation.run import simulate
 from wlb_tools.simulation.scenario import Scenario
-from wlb_tools.simulation.tuning import EQUAL, FACTORS, Choice, Settings
+from wlb_tools.simulation.tuning import FACTORS, Choice, Settings, allowed, least
 
 
 @explained
@@ -83,13 +83,14 @@ def tune_loader(
         outcome = simulate(lengths, sized, variants={each.kind: each.variant}).baseline
         tried.append(Choice(**vars(each), outcome=outcome))
     report("done", len(settings), len(settings))
-    within = [choice for choice in tried if choice.delay <= scenario.max_mean_delay and _fits(choice, scenario)]
-    within = within or [min(tried, key=lambda choice: choice.delay)]
-    fastest = max(choice.speedup(baseline) for choice in within)
-    equal = [choice for choice in within if choice.speedup(baseline) * (1 + EQUAL) >= fastest]
-    best = min(equal, key=lambda choice: (choice.dynamic, choice.max_tokens, choice.delay))
+    choices = allowed(tried, scenario)
+    best = least(
+        choices,
+        lambda choice: choice.speedup(baseline),
+        lambda choice: (choice.dynamic, choice.max_tokens, choice.delay),
+    )
     planner = planner_options(of_loader, lengths) if any(choice.dynamic for choice in tried) else None
-    return LoaderTuning(of_loader, baseline, tuple(within), best, most, planner)
+    return LoaderTuning(of_loader, baseline, tuple(choices), best, most, planner)
 
 
 def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Settings]:
@@ -119,7 +120,3 @@ def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Set
     if dynamic and obstacle(scenario) is None:
         per_rank = check_planner(scenario)
         yield Settings(kind="dynamic_cp", max_tokens=per_rank * layout.cp, strategy="per_document")
-
-
-def _fits(choice: Choice, scenario: Scenario) -> bool:
-    return scenario.max_tokens is not None or choice.outcome.memory.total.max() <= scenario.hardware.memory_bytes

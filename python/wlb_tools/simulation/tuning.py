@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -315,8 +315,7 @@ class _Search:
 
     def _least(self, choices: list[Choice], need: Callable[[Choice], Any]) -> Choice:
         """The choice that needs least, among those that are as fast as the fastest."""
-        most = max(self._speed(choice) for choice in choices)
-        return min((choice for choice in choices if self._speed(choice) * (1 + EQUAL) >= most), key=need)
+        return least(choices, self._speed, need)
 
     def _speed(self, choice: Choice) -> float:
         return choice.speedup(self._baseline, self._by)
@@ -395,18 +394,33 @@ class _Search:
         return self._found.setdefault(settings, Choice(**vars(settings), outcome=outcome))
 
     def _within(self, choice: Choice) -> bool:
-        """Whether a choice keeps the limits. If the user gave `max_tokens`, memory is up to them."""
-        memory = choice.outcome.memory.total.max()
-        fits = self._given.max_tokens is not None or memory <= self._given.hardware.memory_bytes
-        return bool(fits) and choice.delay <= self._given.max_mean_delay
+        """Whether a choice keeps the given limits."""
+        return within(choice, self._given)
 
     def _allowed(self, choices: list[Choice]) -> list[Choice]:
-        """The choices within the limits, or if there are none, the one that waits least."""
-        return [c for c in choices if self._within(c)] or [min(choices, key=lambda choice: choice.delay)]
+        return allowed(choices, self._given)
 
     def _report(self, what: str) -> None:
         self._progress(what, min(self._done, self._jobs), self._jobs)
         self._done += 1
+
+
+def within(choice: Choice, scenario: Scenario) -> bool:
+    """Whether a choice keeps the limits. If the user gave `max_tokens`, memory is up to them."""
+    memory = choice.outcome.memory.total.max()
+    fits = scenario.max_tokens is not None or memory <= scenario.hardware.memory_bytes
+    return bool(fits) and choice.delay <= scenario.max_mean_delay
+
+
+def allowed(choices: Sequence[Choice], scenario: Scenario) -> list[Choice]:
+    """The choices within the limits, or if there are none, the one that waits least."""
+    return [c for c in choices if within(c, scenario)] or [min(choices, key=lambda choice: choice.delay)]
+
+
+def least(choices: Sequence[Choice], speed: Callable[[Choice], float], need: Callable[[Choice], Any]) -> Choice:
+    """The choice that needs least, among those that are as fast as the fastest."""
+    most = max(map(speed, choices))
+    return min((choice for choice in choices if speed(choice) * (1 + EQUAL) >= most), key=need)
 
 
 def _need(choice: Choice) -> tuple[Any, ...]:
