@@ -187,38 +187,31 @@ def selective_state_update(*args: Any, **kwargs: Any) -> Any:
 # --- flash-linear-attention -------------------------------------------------------------------------------------------
 
 
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    rule = reference("qwen3_next", "torch_chunk_gated_delta_rule")
-    return by_lengths(rule, cu_seqlens, q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+def delta_rule(name: str, model: str, function: str) -> Callable[..., Any]:
+    """A kernel of this name, which runs a function of transformers on each document."""
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        rule = reference(model, function)
+        return by_lengths(rule, cu_seqlens, q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    kernel.__name__ = kernel.__qualname__ = name
+    return kernel
 
 
-def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    rule = reference("kimi_linear", "chunk_kimi_delta_attention")
-    return by_lengths(rule, cu_seqlens, q, k, v, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+chunk_gated_delta_rule = delta_rule("chunk_gated_delta_rule", "qwen3_next", "torch_chunk_gated_delta_rule")
+chunk_kda = delta_rule("chunk_kda", "kimi_linear", "chunk_kimi_delta_attention")
 
 
 def by_lengths(rule: Callable[..., Any], cu_seqlens: Tensor | None, *along: Tensor, **options: Any) -> Any:

@@ -102,7 +102,7 @@ def measure(family: str, **options: Any) -> dict[str, Any]:
 
 
 def measured_by_lengths(family: str) -> dict[str, Any]:
-    """The same with attention that is told `cu_seq_lens_q` and gets no mask."""
+    """What `measure` gives with attention that is told `cu_seq_lens_q` and gets no mask."""
     return measure(family, attn_implementation=VARLEN)
 
 
@@ -139,7 +139,7 @@ def verified(family: str, **options: Any) -> dict[str, str]:
 
 
 def logits(family: str) -> list[float]:
-    """Of one document."""
+    """The logits of one document alone."""
     return tiny(family)(input_ids=torch.tensor(rows()[1]["input_ids"])[None], use_cache=False).logits.flatten().tolist()
 
 
@@ -196,7 +196,7 @@ def differences(family: str, steps: Any, found_losses: list[float], found_gradie
 
 
 def trained_by_lightning(family: str) -> dict[str, list[float]]:
-    """The same of Lightning."""
+    """The largest differences between Lightning and the same documents, one at a time."""
     import lightning  # slow
 
     from wlb.integrations.lightning import BalancedDataModule
