@@ -102,10 +102,14 @@ CHOICES = {
     "OVERSIZE": "Oversize",
     "PASSES": "Passes",
     "RELEASES": "Release",
+    "ROUND_ORDERS": "RoundOrder",
+    "ROUND_OVERSIZE": "RoundOversize",
     "SCHEDULES": "Schedule",
+    "STEP_SAMPLES": "StepSamples",
     "STRATEGIES": "Strategy",
     "STREAM_METHODS": "StreamMethod",
     "SYNCS": "Sync",
+    "TOGETHER": "Together",
     "UNITS": "Unit",
 }
 

@@ -14,13 +14,26 @@ from wlb._choices import (
     Oversize,
     Passes,
     Release,
+    RoundOrder,
+    RoundOversize,
     Schedule,
+    StepSamples,
     Strategy,
     StreamMethod,
     Sync,
+    Together,
     Unit,
 )
-from wlb._results import Bounds, CostFit, DynamicCpPlan, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
+from wlb._results import (
+    Bounds,
+    CostFit,
+    DynamicCpPlan,
+    PackerMetrics,
+    PipelineSteps,
+    PipelineTimeline,
+    RoundPlan,
+    TuneResult,
+)
 
 _Result = TypeVar("_Result")
 
@@ -44,10 +57,14 @@ __all__ = [
     "PASSES",
     "PEAK_FLOPS",
     "RELEASES",
+    "ROUND_ORDERS",
+    "ROUND_OVERSIZE",
     "SCHEDULES",
+    "STEP_SAMPLES",
     "STRATEGIES",
     "STREAM_METHODS",
     "SYNCS",
+    "TOGETHER",
     "UNITS",
     "BacklogWarning",
     "CostModel",
@@ -78,6 +95,7 @@ __all__ = [
     "pairs",
     "pass_weights",
     "plan_dynamic_cp",
+    "plan_round",
     "result",
     "ring_plan",
     "shard",
@@ -108,10 +126,14 @@ OVERSIZE: tuple[Oversize, ...]
 PASSES: tuple[Passes, ...]
 PEAK_FLOPS: dict[Generation, float]
 RELEASES: tuple[Release, ...]
+ROUND_ORDERS: tuple[RoundOrder, ...]
+ROUND_OVERSIZE: tuple[RoundOversize, ...]
 SCHEDULES: tuple[Schedule, ...]
+STEP_SAMPLES: tuple[StepSamples, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
 SYNCS: tuple[Sync, ...]
+TOGETHER: tuple[Together, ...]
 UNITS: tuple[Unit, ...]
 
 def result(cls: type[_Result]) -> type[_Result]: ...
@@ -2361,3 +2383,27 @@ def plan_dynamic_cp(
         >>> plan.seconds
         1000.0
     """
+
+def plan_round(
+    lengths: ArrayLike,
+    *,
+    dp_size: int,
+    max_tokens: int,
+    cost_model: CostModel | None,
+    costs: ArrayLike | None,
+    num_steps: int | None,
+    prompts_per_step: int | None,
+    samples_per_step: int | None,
+    step_samples: StepSamples,
+    groups: ArrayLike | None,
+    together: Together,
+    classes: ArrayLike | None,
+    class_rounds: bool,
+    sync: Sync,
+    order: RoundOrder,
+    oversize: RoundOversize,
+    equal_samples: bool,
+    max_samples: int | None,
+    num_micro_batches: int | Literal["fewest"] | None,
+    multiple_of: int,
+) -> RoundPlan: ...
