@@ -170,15 +170,24 @@ def test_a_group_stays_on_a_rank_or_in_a_micro_batch() -> None:
     assert held(dp_size=1) == [[0, 1, 2], [3]]
     for ranks in ({}, {"dp_size": 1}, {"dp_size": 2}, {"dp_size": 2, "equal_documents": True}):
         assert held(**ranks, together="micro_batch") == [[0, 1], [2, 3]]
-    with pytest.raises(wlb.WlbError, match=r"groups\[2\] = 7: the 100 tokens of this group exceed max_tokens = 99") as tokens:
-        wlb.pack(lengths, num_micro_batches=None, **pairs | {"max_tokens": 99, "groups": [0, 0, 7, 7]}, together="micro_batch")
+    with pytest.raises(
+        wlb.WlbError, match=r"groups\[2\] = 7: the 100 tokens of this group exceed max_tokens = 99"
+    ) as tokens:
+        wlb.pack(
+            lengths,
+            num_micro_batches=None,
+            **pairs | {"max_tokens": 99, "groups": [0, 0, 7, 7]},
+            together="micro_batch",
+        )
     assert (tokens.value.argument, tokens.value.index, tokens.value.value) == ("groups", 2, 7)
-    padded = r"exceed 96 tokens, the largest multiple of multiple_of_tokens = 32 within max_tokens = 100; .*raise max_tok"
+    padded = (
+        r"exceed 96 tokens, the largest multiple of multiple_of_tokens = 32 within max_tokens = 100; .*raise max_tok"
+    )
     with pytest.raises(wlb.WlbError, match=padded):
         held(together="micro_batch", multiple_of_tokens=32)
     with pytest.raises(wlb.WlbError, match=r"groups\[0\] = 0: the 2 documents of this group exceed max_documents = 1"):
         held(together="micro_batch", max_documents=1)
-    with pytest.raises(wlb.WlbError, match="together: .* needs groups"):
+    with pytest.raises(wlb.WlbError, match=r"together: .* needs groups"):
         wlb.pack(lengths, num_micro_batches=None, max_tokens=100, cost_model=COST, together="micro_batch")
 
 
@@ -224,7 +233,9 @@ def test_padding_counts_against_max_tokens() -> None:
     packing = wlb.pack(LENGTHS, **arguments, multiple_of_tokens=8, cp_size=3)
     assert packing.max_tokens == 96
     assert packing.padded_tokens.tolist() == [-(-tokens // 24) * 24 for tokens in packing.tokens.tolist()]
-    with pytest.raises(wlb.WlbError, match=r"token_buckets\[0\] = 48: must be a multiple of multiple_of_tokens \* cp_size"):
+    with pytest.raises(
+        wlb.WlbError, match=r"token_buckets\[0\] = 48: must be a multiple of multiple_of_tokens \* cp_size"
+    ):
         wlb.pack(LENGTHS, **arguments, multiple_of_tokens=8, cp_size=4, token_buckets=[48])
     with pytest.raises(wlb.WlbError, match="the largest multiple of multiple_of_tokens = 16 on each of 3 ranks within"):
         wlb.pack([97], **arguments, multiple_of_tokens=16, cp_size=3)

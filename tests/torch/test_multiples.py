@@ -31,7 +31,12 @@ LENGTHS = st.lists(st.one_of(st.just(1), st.integers(1, 90)), max_size=12)
 @settings(max_examples=200, deadline=None)
 def test_every_rank_of_a_batch_has_a_multiple(lengths: list[int], strategy: str, cp_size: int, multiple: int) -> None:
     rows = [np.arange(1, length + 1) for length in lengths]
-    options: dict[str, Any] = {"cp_size": cp_size, "strategy": strategy, "multiple_of_tokens": multiple, **CUTS[strategy]}
+    options: dict[str, Any] = {
+        "cp_size": cp_size,
+        "strategy": strategy,
+        "multiple_of_tokens": multiple,
+        **CUTS[strategy],
+    }
     batches = [collate(rows, cp_rank=rank, **options) for rank in range(cp_size)]
     assert all(batch.tokens.numel() % multiple == 0 for batch in batches)
     assert sum(int(batch.real.sum()) for batch in batches) == sum(lengths)
@@ -66,7 +71,9 @@ def test_every_rank_of_a_dynamic_plan_has_a_multiple(lengths: list[int], world_s
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=4)), min_size=1, max_size=6
+    ),
     st.integers(1, 5),
     st.sampled_from([1, 2, 7, 32]),
 )

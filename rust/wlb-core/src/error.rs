@@ -19,11 +19,11 @@ pub enum Error {
     #[allow(missing_docs)]
     TooLong { argument: &'static str, index: usize, value: i64, given: String, limit: i64, hint: &'static str },
 
-    /// A group that stays in one micro-batch is larger than a micro-batch may be. `index` is its first document, `value`
-    /// its number, `size` its tokens or documents; `given` names the limit `limit` as the caller wrote it.
+    /// A group that stays in one micro-batch is larger than a micro-batch may be. `index` is its first document,
+    /// `value` its number, `size` its tokens or documents; `given` names the limit `limit` as the caller wrote it.
     #[error(
-        "groups[{index}] = {value}: the {size} {of} of this group exceed {given}; together=\"micro_batch\" keeps a group \
-         in one micro-batch: raise {limit}, or keep groups on one rank (together=\"rank\")"
+        "groups[{index}] = {value}: the {size} {of} of this group exceed {given}; together=\"micro_batch\" keeps a \
+         group in one micro-batch: raise {limit}, or keep groups on one rank (together=\"rank\")"
     )]
     #[allow(missing_docs)]
     GroupTooLarge { index: usize, value: i64, size: i64, of: &'static str, given: String, limit: &'static str },

@@ -583,7 +583,7 @@ impl Packer {
     outlier_thresholds = None, release = None, delay_price = None, max_delay = None, max_document_tokens = None,
     oversize = "error", method = "var_length", dp_size = None, sync = None, max_documents = None,
     multiple_of_tokens = 1, cp_size = 1, token_buckets = None, max_step_cost = None, tokens_per_batch = None,
-    on_backlog = "warn"
+    on_backlog = "warn", **unknown
 ))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
@@ -608,7 +608,9 @@ impl Packer {
         #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
         #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
         on_backlog: &str,
+        unknown: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        arguments::refuse_unknown::<Self>(unknown)?;
         let release = match release {
             Some(release) => choice(release)?,
             None => Release::of_thresholds(outlier_thresholds.as_deref()),
@@ -782,7 +784,7 @@ impl Packer {
     ///     allow_config_change: go on although another argument of the saved packer differs, such as the cost model,
     ///         thresholds or ``max_tokens``. Waiting documents are sorted into the new queues; those that belong to
     ///         none are carried over. ``bounds`` says how long they wait. Another ``num_micro_batches``, ``dp_size``,
-    ///         ``multiple_of_tokens`` or ``tokens_per_batch`` needs no permission.
+    ///         ``multiple_of_tokens``, ``cp_size`` or ``tokens_per_batch`` needs no permission.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

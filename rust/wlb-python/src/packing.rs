@@ -101,7 +101,8 @@ use crate::results::declaration;
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
     method = "var_length", global_batches = 1, multiple_of = 1, dp_size = None, sync = None, groups = None,
-    together = "rank", equal_documents = false, max_documents = None, multiple_of_tokens = 1, cp_size = 1, token_buckets = None,
+    together = "rank", equal_documents = false, max_documents = None, multiple_of_tokens = 1, cp_size = 1,
+    token_buckets = None,
     leftover = "error"
 ))]
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]

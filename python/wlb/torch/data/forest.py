@@ -146,8 +146,9 @@ def collate_forest(
         micro_batch: of a `wlb.ForestPlan`; or a forest, with all its samples.
         cp_rank: this rank in the context-parallel group.
         cp_size: ranks of that group.
-        multiple_of_tokens: pads so that every context-parallel rank has a multiple of this number of unique tokens, with
-            a root of its own, of token 0, that predicts nothing. Give this and `cp_size` to `wlb.pack_forest`, too.
+        multiple_of_tokens: pads so that every context-parallel rank has a multiple of this number of unique tokens,
+            with a root of its own, of token 0, that predicts nothing. Give this and `cp_size` to `wlb.pack_forest`,
+            too.
 
     Returns:
         The batch, in ordinary memory of the CPU.

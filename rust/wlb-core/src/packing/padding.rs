@@ -22,8 +22,8 @@ impl Padding {
     ///
     /// # Arguments
     /// * `multiple_of` - the part of every context-parallel rank is padded up to a multiple of this number of tokens
-    ///   (MXFP8 needs 32, HybridEP 128): each rank pads its own tensors. Ranks have equal parts, so that a micro-batch is
-    ///   a multiple of `multiple_of * cp_size`.
+    ///   (MXFP8 needs 32, HybridEP 128). Ranks have equal parts, so that the tokens of a micro-batch are a multiple of
+    ///   `multiple_of * cp_size`.
     /// * `cp_size` - context-parallel ranks that share a micro-batch.
     /// * `buckets` - the only sizes that micro-batches may have, for steps that are compiled or captured once per size;
     ///   empty for any size.
@@ -65,8 +65,8 @@ impl Padding {
         self.cp_size
     }
 
-    /// Micro-batches are padded up to a multiple of this number of tokens. If ranks may have any number of tokens, their
-    /// parts need not be equal.
+    /// Micro-batches are padded up to a multiple of this number of tokens. If ranks may have any number of tokens,
+    /// their parts need not be equal.
     fn multiple(&self) -> i64 {
         if self.multiple_of == 1 { 1 } else { i64::from(self.multiple_of) * self.cp_size as i64 }
     }
@@ -176,8 +176,8 @@ impl Padding {
         }
     }
 
-    /// The buckets without the multiple. The multiple follows from the kernels and from how ranks share a micro-batch, so
-    /// it may change on resume.
+    /// The buckets without the multiple. The multiple follows from the kernels and from how ranks share a micro-batch,
+    /// so it may change on resume.
     pub(crate) fn of_any_multiple(&self) -> Option<Self> {
         Some(Self { multiple_of: 1, buckets: self.buckets.clone(), cp_size: 1 }).filter(|padding| !padding.is_none())
     }

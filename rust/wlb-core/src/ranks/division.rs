@@ -43,8 +43,8 @@ impl Division {
                  change dp_size or the groups, or leave equal_documents out",
             ),
             None => refused(
-                "neither found a division of these groups that gives all ranks equally many documents, nor a proof that \
-                 there is none, in 4194304 steps: use fewer sizes of groups or another dp_size, or leave \
+                "found neither a division of these groups that gives all ranks equally many documents, nor a proof \
+                 that there is none, in 4194304 steps: use fewer sizes of groups or another dp_size, or leave \
                  equal_documents out",
             ),
         }
@@ -169,7 +169,7 @@ impl Search {
     }
 
     /// Sets the rank's next choice of groups, in lexicographic order from the most of the largest on; false if there is
-    /// none, `None` if the steps are used up. Every choice has the largest group that is left, because some rank has it.
+    /// none, `None` if the steps are used up. Every choice has the largest group that is left, since some rank has it.
     fn choose(&mut self, level: &mut Level) -> Option<bool> {
         let Self { sizes, left, steps, .. } = self;
         let taken = &mut level.taken;

@@ -49,9 +49,9 @@ const ANY: i64 = 1 << 31;
 /// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
 /// document over `max_tokens`; [`Error::Mismatch`] if the number of groups is not that of the documents;
 /// [`Error::GroupTooLarge`] for a group that stays in one micro-batch and exceeds its limits; [`Error::Indivisible`] if
-/// `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
-/// groups whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given
-/// number of micro-batches; [`Error::InfiniteCost`].
+/// `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for groups whose sizes cannot be
+/// dealt equally, several columns of costs, or documents that do not fit into a given number of micro-batches;
+/// [`Error::InfiniteCost`].
 ///
 /// # Complexity
 /// O(n log n) for `n` documents and a bounded number of exchanges, for each number of micro-batches that is tried:
