@@ -104,6 +104,7 @@ CHOICES = {
     "RELEASES": "Release",
     "ROUND_ORDERS": "RoundOrder",
     "ROUND_OVERSIZE": "RoundOversize",
+    "ROUND_TOGETHER": "RoundTogether",
     "SCHEDULES": "Schedule",
     "STEP_SAMPLES": "StepSamples",
     "STRATEGIES": "Strategy",

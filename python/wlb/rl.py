@@ -23,7 +23,7 @@ from wlb._results import RoundPlan
 from wlb._warned import warn
 
 if TYPE_CHECKING:
-    from wlb._choices import RoundOrder, RoundOversize, StepSamples, Sync, Together
+    from wlb._choices import RoundOrder, RoundOversize, RoundTogether, StepSamples, Sync
 
 __all__ = ["RoundPlan", "plan"]
 
@@ -43,7 +43,7 @@ def plan(
     samples_per_step: int | None = None,
     step_samples: StepSamples = "in_order",
     groups: ArrayLike | None = None,
-    together: Together = "step",
+    together: RoundTogether = "step",
     classes: ArrayLike | None = None,
     class_rounds: bool = False,
     sync: Sync = "step",
@@ -86,7 +86,7 @@ def plan(
             drains; "heaviest_first": by work, so that the allocator reserves its most at once; "given": by their
             first samples.
         oversize: a sample with more than `max_tokens` is an "error", or is "alone" in its micro-batch
-            (`RoundPlan.alone`).
+            (`RoundPlan.alone`). A prompt that stays in one micro-batch and has more together likewise.
         equal_samples: all ranks get equally many samples of a step (they differ by at most one).
         max_samples: most samples of a micro-batch.
         num_micro_batches: micro-batches of a step on all ranks together: a number; "fewest"; or None for as few as

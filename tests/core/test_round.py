@@ -31,8 +31,11 @@ def drawn(rng: np.random.Generator, most: int) -> tuple[np.ndarray, dict[str, An
         options["groups"] = (
             np.sort(rng.integers(-3, 20, samples)) if rng.random() < 0.7 else rng.integers(0, 9, samples)
         )
-        options["together"] = rng.choice(["step", "rank"])
+        options["together"] = rng.choice(["step", "rank", "micro_batch"])
         prompts = len(set(options["groups"].tolist()))
+    bundled = options.get("together") == "micro_batch"
+    if bundled:
+        options["max_tokens"] += int(np.bincount(options["groups"] + 3, lengths).max())
     kind = rng.integers(0, 4)
     if kind == 1:
         options["num_steps"] = int(rng.integers(1, prompts + 1))
@@ -43,13 +46,15 @@ def drawn(rng: np.random.Generator, most: int) -> tuple[np.ndarray, dict[str, An
     if rng.random() < 0.4:
         options["classes"] = rng.integers(5, 5 + rng.integers(1, 4), samples)
         options["class_rounds"] = bool(rng.integers(0, 2))
-    if rng.random() < 0.2:
+        if bundled:
+            options["classes"] = 5 + options["groups"] % 3
+    if rng.random() < 0.2 and not bundled:
         options["max_samples"] = int(rng.integers(1, 6))
     if rng.random() < 0.2:
         options["multiple_of"] = int(rng.integers(1, 5))
     if rng.random() < 0.3:
         options |= {"max_tokens": int(rng.integers(50, 900)), "oversize": "alone"}
-    if rng.random() < 0.2 and options.get("together") != "rank":
+    if rng.random() < 0.2 and options.get("together", "step") == "step":
         options["equal_samples"] = True
     return lengths, options
 
@@ -154,6 +159,37 @@ def test_long_samples_are_refused_or_alone() -> None:
     assert "alone=1" in repr(plan)
 
 
+def test_steps_have_exactly_equal_numbers_where_prompts_allow_it() -> None:
+    """Largest first would leave steps of 18 and 14 samples."""
+    groups = np.arange(9).repeat([6, 6, 4, 4, 4, 2, 2, 2, 2])
+    options: dict[str, Any] = {"dp_size": 1, "max_tokens": 9, "cost_model": COST, "step_samples": "even"}
+    plan = rl.plan(np.ones(32, int), groups=groups, samples_per_step=16, **options)
+    assert np.bincount(plan.steps).tolist() == [16, 16]
+    groups = np.arange(5).repeat([5, 5, 4, 3, 3])
+    plan = rl.plan(np.ones(20, int), groups=groups, samples_per_step=10, **options)
+    assert np.bincount(plan.steps).tolist() == [10, 10]
+
+
+def test_pairs_stay_in_one_micro_batch() -> None:
+    """As DPO and reward models need: what the refusals of their trainers advise."""
+    lengths = np.random.default_rng(4).lognormal(4.5, 0.9, 96).astype(np.int64).clip(1, 400)
+    pairs = np.arange(96) // 2
+    options: dict[str, Any] = {"dp_size": 4, "cost_model": COST, "groups": pairs, "together": "micro_batch"}
+    plan = rl.plan(lengths, max_tokens=1000, equal_samples=True, **options)
+    rounds.check(plan, lengths, COST.cost(lengths), options | {"max_tokens": 1000, "sync": "step"})
+    longest = np.bincount(pairs, lengths).astype(int)
+    most = int(longest.max()) - 1
+    with pytest.raises(
+        wlb.WlbError, match=rf"the {most + 1} tokens of this group exceed max_tokens = {most};"
+    ) as raised:
+        rl.plan(lengths, max_tokens=most, num_steps=3, **options)
+    assert raised.value.index == 2 * longest.argmax()
+    plan = rl.plan(lengths, max_tokens=most, num_steps=3, oversize="alone", **options)
+    assert plan.alone.tolist() == [2 * longest.argmax(), 2 * longest.argmax() + 1]
+    with pytest.raises(wlb.WlbError, match="classes: a group that stays in one micro-batch has documents of several"):
+        rl.plan(lengths, max_tokens=1000, classes=np.arange(96) % 2, **options)
+
+
 def test_wrong_calls_are_refused() -> None:
     options: dict[str, Any] = {"dp_size": 2, "max_tokens": 10, "cost_model": COST}
     for more, message in (
@@ -168,7 +204,7 @@ def test_wrong_calls_are_refused() -> None:
         ({"order": "any"}, 'order = "any"'),
         ({"oversize": "split"}, 'oversize = "split"'),
         ({"max_samples": 0}, "max_samples = 0"),
-        ({"groups": [0, 0], "together": "rank", "equal_samples": True}, "equal_samples: found no way"),
+        ({"groups": [0, 0], "together": "rank", "equal_samples": True}, "equal_samples: no division"),
         ({"num_micro_batches": 2, "multiple_of": 2}, "multiple_of: a multiple other than 1"),
         ({"num_micro_batches": 3}, "dp_size = 2: does not divide the 3"),
     ):

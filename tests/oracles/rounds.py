@@ -74,11 +74,14 @@ def _check_steps(plan: RoundPlan, groups: NDArray[Any], options: dict[str, Any])
 def _check_micro_batches(plan: RoundPlan, found: Table, lengths: NDArray[Any], options: dict[str, Any]) -> None:
     flat = [held for ranks in found for rank in ranks for held in rank]
     assert [int(lengths[held].sum()) for held in flat] == plan.tokens.tolist()
-    assert np.flatnonzero(lengths > options["max_tokens"]).tolist() == plan.alone.tolist()
+    bundled = options.get("together") == "micro_batch"
+    groups = np.asarray(options["groups"]) if bundled else np.arange(lengths.size)
+    of_group = np.array([lengths[groups == group].sum() for group in groups])
+    assert np.flatnonzero(of_group > options["max_tokens"]).tolist() == plan.alone.tolist()
     classes = np.asarray(options.get("classes", np.zeros(lengths.size)))
     for held in flat:
         assert held == sorted(held)
-        assert lengths[held].sum() <= options["max_tokens"] or len(held) == 1
+        assert lengths[held].sum() <= options["max_tokens"] or len(set(groups[held].tolist())) == 1
         assert len(held) <= options.get("max_samples", lengths.size)
         assert len(set(classes[held].tolist())) <= 1, "two classes in a micro-batch"
     for number in plan.num_micro_batches.tolist():

@@ -39,8 +39,10 @@ PACKAGES = {
     "test_megatron_resumes.py": "megatron-core",
     "test_megatron_training.py": "megatron-core",
     "test_resumes.py": "transformers",
+    "test_rl_means.py": "trl",
     "test_streams.py": "datasets",
     "test_torchtitan.py": "torchtitan",
+    "test_transferqueue.py": "transferqueue",
     "test_trl.py": "trl",
     "test_verl.py": "verl",
 }

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import wlb
 from tests.torch import processes
 from tests.trainers.page import UNREACHED, block
+from wlb.integrations import slices
 from wlb.integrations import verl as ours
 
 COST = wlb.CostModel(attention=3.0, linear=5000.0)
@@ -271,11 +272,10 @@ def test_unequal_prompts_and_padding(verl: Any) -> None:
     prompts = [*np.arange(30).repeat(sizes).tolist()]
     prompts += [f"pad{i}" for i in range(-len(prompts) % 48)]
     lengths = samples(len(prompts), 2000)
-    parts, parted = ours.planned_slices(lengths, prompts, dp_size=4, samples_per_step=48)
+    parts, parted = slices.planned(lengths, COST.cost(lengths), prompts, dp_size=4, samples_per_step=48)
     assert parted == 0
-    for step in steps_of([sample for part in parts for sample in part], 4, 48):
-        assert [len(held) for held in step] == [12] * 4
-    one = ours.planned_slices(np.array([5, 5, 5, 5]), [0, 0, 0, 1], dp_size=2, samples_per_step=2)
+    assert [[held.size for held in rank] for rank in parts] == [[12] * (lengths.size // 48)] * 4
+    one = slices.planned(np.full(4, 5), np.ones(4), [0, 0, 0, 1], dp_size=2, samples_per_step=2)
     assert one[1] == 1, "three samples of a prompt do not fit into steps of two"
 
 

@@ -37,7 +37,8 @@ class RoundPlan(Copied):
             heaviest micro-batch of each round.
         lower_bounds: float64[S]: no plan with these steps and as many micro-batches has shorter ones.
         parted_bounds: float64[S]: the same if the samples of a group were parted inside a step.
-        alone: int64[k]: samples with more than ``max_tokens``, each alone in its micro-batch.
+        alone: int64[k]: samples with more than ``max_tokens``, each alone in its micro-batch, and those of prompts that
+            have more together and stay in one micro-batch.
         imbalance: Time of all steps over their time if all ranks were equal in each step.
     """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 import wlb
-from wlb import rl
 from wlb._errors import check_integer, error, renamed
 from wlb._warned import warn
+from wlb.integrations import slices
 from wlb.integrations.versions import check_signature, when_imported
 
 __all__ = ["calculate_workload", "get_seqlen_balanced_partitions", "install", "rearrange_micro_batches"]
@@ -229,7 +229,9 @@ def _balance_batch(
         lengths = _lengths(batch.batch)
         prompts = [*batch.non_tensor_batch["uid"]] if "uid" in batch.non_tensor_batch else [*range(lengths.size)]
     size = int(actor.ppo_mini_batch_size) * int(self.config.actor_rollout_ref.rollout.n)
-    parts, parted = planned_slices(lengths, prompts, dp_size=dp_size, samples_per_step=size)
+    work = _workload(lengths)
+    steps, parted = slices.planned(lengths, work, prompts, dp_size=dp_size, samples_per_step=size)
+    parts = [[sample for held in of_rank for sample in _light_ends(held, work)] for of_rank in steps]
     order = [sample for part in parts for sample in part]
     batch.reorder(order if hasattr(batch, "tags") else torch.tensor(order))
     log = importlib.import_module(_PLANNER).log_seqlen_unbalance
@@ -238,52 +240,10 @@ def _balance_batch(
     return batch if hasattr(batch, "tags") else None
 
 
-def planned_slices(
-    lengths: NDArray[np.int64], prompts: Sequence[Hashable], *, dp_size: int, samples_per_step: int
-) -> tuple[list[list[int]], int]:
-    """The samples of each rank, step after step: equal numbers for all ranks and steps, and even work in each step.
-
-    Args:
-        lengths: tokens of each sample.
-        prompts: prompt of each sample.
-        dp_size: data-parallel ranks, which divide the number of samples.
-        samples_per_step: samples of an optimizer step. If they do not divide the round, it is one step.
-
-    Returns:
-        For each rank its samples, and the number of prompts that had to be parted between steps, because no whole
-        prompts make equal steps.
-    """
-    count = lengths.size
-    steps = 1 if count % samples_per_step else max(count // samples_per_step, 1)
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    groups = np.array([numbers[prompt] for prompt in prompts], np.int64)
-    tokens = np.maximum(lengths, 1)
-    work = np.maximum(_workload(lengths), 1e-9)
-    options: dict[str, Any] = {
-        "dp_size": dp_size,
-        "max_tokens": int(tokens.sum()),  # each rank splits its steps by tokens afterwards
-        "costs": work,
-        "num_micro_batches": dp_size,
-        "equal_samples": True,
-    }
-    whole: dict[str, Any] = {"groups": groups, "samples_per_step": max(count // steps, 1)}
-    for step_samples in ("in_order", "even"):
-        plan = rl.plan(tokens, step_samples=step_samples, **whole, **options)
-        if (np.bincount(plan.steps, minlength=steps) == count // steps).all():
-            break
-    else:
-        plan = rl.plan(tokens, num_steps=steps, **options)
-    # A rank whose micro-batches have a fixed number of samples takes these one after the other: alike work together.
-    parts: list[list[int]] = []
-    for rank in range(dp_size):
-        part: list[int] = []
-        for step in range(len(plan)):
-            held = np.concatenate(plan.micro_batches(step, rank))
-            held = held[np.argsort(work[held], kind="stable")]
-            part += [*held[::2].tolist(), *held[1::2][::-1].tolist()]
-        parts.append(part)
-    pieces = np.unique(groups * (steps + 1) + plan.steps) // (steps + 1)
-    return parts, int((np.bincount(pieces) > 1).sum())
+def _light_ends(samples: NDArray[np.int64], work: NDArray[np.float64]) -> list[int]:
+    """Samples by work, lightest at both ends: micro-batches of a fixed number take them one after the other."""
+    rising = samples[np.argsort(work[samples], kind="stable")]
+    return [*rising[::2].tolist(), *rising[1::2][::-1].tolist()]
 
 
 def _dp_size(workers: Any) -> int:

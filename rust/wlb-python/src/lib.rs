@@ -34,7 +34,7 @@ mod tune;
 mod _core {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyTuple};
-    use wlb_core::packing::{Leftover, Method, Sync};
+    use wlb_core::packing::{Leftover, Method, Sync, Together};
     use wlb_core::ranks::{self, StepSamples};
     use wlb_core::sharding::kernel::Generation;
     use wlb_core::tune::MAX_MEAN_DELAY;
@@ -93,12 +93,13 @@ mod _core {
             ("RELEASES", stream::Release::NAMES),
             ("ROUND_ORDERS", ranks::Order::NAMES),
             ("ROUND_OVERSIZE", ranks::Oversize::NAMES),
+            ("ROUND_TOGETHER", ranks::RoundTogether::NAMES),
             ("SCHEDULES", pipeline::Schedule::NAMES),
             ("STEP_SAMPLES", StepSamples::NAMES),
             ("STRATEGIES", sharding::Strategy::NAMES),
             ("STREAM_METHODS", stream::StreamMethod::NAMES),
             ("SYNCS", Sync::NAMES),
-            ("TOGETHER", ranks::Together::NAMES),
+            ("TOGETHER", Together::NAMES),
             ("UNITS", cost::Unit::NAMES),
         ];
         choices.into_iter().try_for_each(|(name, words)| module.add(name, PyTuple::new(module.py(), words)?))

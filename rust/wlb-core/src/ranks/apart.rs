@@ -18,9 +18,9 @@ impl Batch<'_> {
     /// A lower bound on the number of rounds that hold all classes.
     pub(super) fn least_apart(&self) -> usize {
         let dp_size = self.options.dp_size();
-        let all: Vec<u32> = (0..self.items.len() as u32).collect();
-        let least = |held: &Vec<u32>| self.least(held.iter().map(|&place| &self.items[place as usize]));
-        let divided = self.classes.divide(&all, &self.items);
+        let all: Vec<u32> = (0..self.placed.items.len() as u32).collect();
+        let least = |held: &Vec<u32>| self.least(held.iter().map(|&place| &self.placed.items[place as usize]));
+        let divided = self.classes.divide(&all, &self.placed.items);
         if self.classes.in_rounds {
             divided.iter().map(|held| least(held).div_ceil(dp_size)).sum()
         } else {
@@ -31,7 +31,7 @@ impl Batch<'_> {
     /// Micro-batches of all ranks, dealt to ranks; documents may go to any rank.
     pub(super) fn free_apart(&self, rounds: usize) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
         let dp_size = self.options.dp_size();
-        let all: Vec<u32> = (0..self.items.len() as u32).collect();
+        let all: Vec<u32> = (0..self.placed.items.len() as u32).collect();
         let unit = if self.classes.in_rounds { dp_size } else { 1 };
         let filled = self.fill_apart(&[all], rounds * dp_size / unit, unit)?;
         let bins = self.bins_of(filled.into_iter().flatten().collect());
@@ -59,8 +59,10 @@ impl Batch<'_> {
     /// Fills `units` times `unit` micro-batches for each of these lists of documents; a class has equally many in all
     /// lists, a multiple of `unit`. `None` if a class finds no room.
     fn fill_apart(&self, lists: &[Vec<u32>], units: usize, unit: usize) -> Option<Vec<Vec<Filled>>> {
-        let divided: Vec<Vec<Vec<u32>>> = lists.iter().map(|held| self.classes.divide(held, &self.items)).collect();
-        let items_of = |places: &[u32]| places.iter().map(|&place| self.items[place as usize]).collect::<Vec<Item>>();
+        let divided: Vec<Vec<Vec<u32>>> =
+            lists.iter().map(|held| self.classes.divide(held, &self.placed.items)).collect();
+        let items_of =
+            |places: &[u32]| places.iter().map(|&place| self.placed.items[place as usize]).collect::<Vec<Item>>();
         let need = |class: usize| {
             let mut need = Need::default();
             for places in divided.iter().map(|of_list| &of_list[class]) {
@@ -112,7 +114,7 @@ impl Batch<'_> {
 
     fn bins_of(&self, filled: Vec<Filled>) -> Bins<'_> {
         let targets: Vec<f64> = filled.iter().map(|&(_, target, _)| target).collect();
-        let mut bins = Bins::new(&self.items, self.limits, &targets);
+        let mut bins = Bins::new(&self.placed.items, self.limits, &targets);
         for (micro_batch, (class, _, places)) in filled.into_iter().enumerate() {
             bins.classes.push(class);
             places.into_iter().for_each(|place| bins.put(place, micro_batch));

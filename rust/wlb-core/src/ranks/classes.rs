@@ -7,7 +7,7 @@ use crate::balance::Item;
 /// Classes of a batch's documents.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Classes {
-    /// Class of each document, counted from 0; empty if there is only one.
+    /// Class of each document or bundle, counted from 0; empty if there is only one.
     pub(super) of: Vec<u32>,
     /// Number of classes.
     pub(super) number: usize,

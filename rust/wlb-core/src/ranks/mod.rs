@@ -4,6 +4,7 @@
 mod apart;
 mod arrange;
 mod classes;
+mod division;
 mod groups;
 mod options;
 mod plan;
@@ -14,9 +15,10 @@ mod steps;
 mod sums;
 
 pub(crate) use arrange::arrange;
+pub(crate) use division::Division;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;
-pub use round::{Order, Oversize, RoundOptions, RoundPlan, Together, plan_round};
+pub use round::{Order, Oversize, RoundOptions, RoundPlan, RoundTogether, plan_round};
 pub(crate) use rounds::{heaviest_together, rows_to_ranks};
 pub(crate) use share_out::{Shared, share_out};
 pub use steps::{StepSamples, Steps};

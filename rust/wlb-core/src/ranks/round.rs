@@ -9,20 +9,19 @@ use crate::error::{Error, Result, check_range, named_choices};
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 use crate::packing::light_ends;
-use crate::packing::options::{Method, Ranks, Sync};
+use crate::packing::options::{Method, Ranks, Sync, Together};
 use crate::packing::pack::check_fit;
 use crate::packing::pricing::Pricing;
 
-use super::classes::Classes;
 use super::groups::members;
 use super::options::RankOptions;
-use super::plan::{Batch, Contents};
+use super::plan::Batch;
 use super::steps::{StepSamples, Steps, divide};
 
 named_choices! {
     /// What the samples of a group share.
     #[derive(Default)]
-    Together, "together" {
+    RoundTogether, "together" {
         /// The optimizer step.
         #[default]
         Step = "step",
@@ -55,7 +54,7 @@ named_choices! {
         /// Raise [`Error::TooLong`].
         #[default]
         Error = "error",
-        /// It has a micro-batch of its own.
+        /// It has a micro-batch of its own; also a group that stays in one micro-batch, if it has more together.
         Alone = "alone",
     }
 }
@@ -74,7 +73,7 @@ pub struct RoundOptions {
     /// A group number (a prompt) for each sample; empty if every sample is a group.
     pub groups: Vec<i64>,
     /// What the samples of a group share.
-    pub together: Together,
+    pub together: RoundTogether,
     /// A class number for each sample; samples of two classes never share a micro-batch. Empty for one class.
     pub classes: Vec<i64>,
     /// Whether all ranks run micro-batches of one class in the same round.
@@ -118,7 +117,7 @@ pub struct RoundPlan {
     pub parted_bounds: Vec<f64>,
     /// The first sample of the costliest group of each step.
     pub costliest: Vec<u32>,
-    /// Samples with more than `max_tokens`, ascending.
+    /// Samples with more than `max_tokens`, and those of groups with more that stay in one micro-batch, ascending.
     pub alone: Vec<u32>,
 }
 
@@ -148,7 +147,7 @@ struct Step {
 /// # Example
 /// ```
 /// use wlb_core::packing::{Ranks, Sync};
-/// use wlb_core::ranks::{Order, Oversize, RoundOptions, StepSamples, Steps, Together, plan_round};
+/// use wlb_core::ranks::{Order, Oversize, RoundOptions, StepSamples, Steps, RoundTogether, plan_round};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
 /// let lengths = Lengths::new("lengths", &[600, 500, 400, 300, 300, 500])?;
@@ -159,7 +158,7 @@ struct Step {
 ///     steps: Steps::Prompts(1),
 ///     step_samples: StepSamples::InOrder,
 ///     groups: vec![7, 7, 7, 8, 8, 8],
-///     together: Together::Step,
+///     together: RoundTogether::Step,
 ///     classes: vec![],
 ///     class_rounds: false,
 ///     order: Order::LightEnds,
@@ -188,7 +187,8 @@ pub fn plan_round<'a>(lengths: &Lengths, options: &RoundOptions, costs: impl Int
             return Err(Error::Combination { argument: "costs", requirement });
         }
     };
-    let too_long = |&(_, &length): &(u32, &i32)| length > options.max_tokens;
+    let groups = members(lengths.len(), &options.groups);
+    let (room, alone) = options.room(lengths, &groups);
     let mut plan = RoundPlan {
         ranks: options.ranks,
         per_rank: Vec::new(),
@@ -200,9 +200,8 @@ pub fn plan_round<'a>(lengths: &Lengths, options: &RoundOptions, costs: impl Int
         bounds: Vec::new(),
         parted_bounds: Vec::new(),
         costliest: Vec::new(),
-        alone: (0..).zip(lengths.iter()).filter(too_long).map(|(sample, _)| sample).collect(),
+        alone,
     };
-    let groups = members(lengths.len(), &options.groups);
     let prompt = |(index, members): (usize, &Vec<u32>)| Item {
         cost: members.iter().map(|&sample| each[sample as usize]).sum(),
         tokens: 0,
@@ -213,7 +212,7 @@ pub fn plan_round<'a>(lengths: &Lengths, options: &RoundOptions, costs: impl Int
     for held in divide(&prompts, options.steps, options.step_samples)? {
         let mut samples: Vec<u32> = held.iter().flat_map(|&group| groups[group as usize].iter().copied()).collect();
         samples.sort_unstable();
-        let step = Step::new(samples, lengths, &each, options);
+        let step = Step::new(samples, &room, &each, options);
         let contents = step.planned(options, costs.micro_batch())?;
         let whole = held.iter().map(|&group| prompts[group as usize]);
         let costliest = whole.reduce(|best, other| if other.cost > best.cost { other } else { best });
@@ -246,6 +245,29 @@ impl RoundOptions {
         self.of_step(Vec::new()).check(0, "lengths")
     }
 
+    /// Tokens that each sample takes up in a micro-batch, and the samples that are alone in one, ascending.
+    ///
+    /// A sample over the limit, or a group over it that stays in one micro-batch, fills a micro-batch exactly, so
+    /// nothing else goes there.
+    fn room(&self, lengths: &[i32], groups: &[Vec<u32>]) -> (Vec<i32>, Vec<u32>) {
+        let (mut room, mut alone) = (lengths.to_vec(), Vec::new());
+        if self.oversize == Oversize::Error {
+            return (room, alone);
+        }
+        let singles: Vec<Vec<u32>> = (0..lengths.len() as u32).map(|sample| vec![sample]).collect();
+        let units = if self.together == RoundTogether::MicroBatch { groups } else { &singles };
+        for unit in units {
+            let tokens: i64 = unit.iter().map(|&sample| i64::from(lengths[sample as usize])).sum();
+            if tokens > i64::from(self.max_tokens) {
+                unit.iter().for_each(|&sample| room[sample as usize] = 0);
+                room[unit[0] as usize] = self.max_tokens;
+                alone.extend(unit);
+            }
+        }
+        alone.sort_unstable();
+        (room, alone)
+    }
+
     /// The options of one step, whose samples have these groups.
     fn of_step(&self, groups: Vec<i64>) -> RankOptions {
         RankOptions {
@@ -256,6 +278,7 @@ impl RoundOptions {
             method: Method::VarLength,
             ranks: Some(self.ranks),
             groups,
+            together: if self.together == RoundTogether::MicroBatch { Together::MicroBatch } else { Together::Rank },
             equal_documents: self.equal_samples,
             max_documents: self.max_samples,
         }
@@ -263,33 +286,39 @@ impl RoundOptions {
 }
 
 impl Step {
-    fn new(samples: Vec<u32>, lengths: &[i32], costs: &[f64], options: &RoundOptions) -> Self {
+    fn new(samples: Vec<u32>, room: &[i32], costs: &[f64], options: &RoundOptions) -> Self {
         fn of<T: Copy>(samples: &[u32], values: &[T]) -> Vec<T> {
             if values.is_empty() { Vec::new() } else { samples.iter().map(|&sample| values[sample as usize]).collect() }
         }
-        // A sample over the limit fills a micro-batch, so nothing else goes there.
-        let within = |length: i32| length.min(options.max_tokens);
         Self {
-            lengths: of(&samples, lengths).into_iter().map(within).collect(),
+            lengths: of(&samples, room),
             costs: of(&samples, costs),
-            groups: if options.together == Together::Step { Vec::new() } else { of(&samples, &options.groups) },
+            groups: if options.together == RoundTogether::Step { Vec::new() } else { of(&samples, &options.groups) },
             classes: of(&samples, &options.classes),
             samples,
         }
     }
 
     /// The samples of each micro-batch of each rank, as indices in the step, in the order to run them.
-    fn planned(&self, options: &RoundOptions, micro_batch: f64) -> Result<Contents> {
+    fn planned(&self, options: &RoundOptions, micro_batch: f64) -> Result<Vec<Vec<Vec<u32>>>> {
         let of_step = options.of_step(self.groups.clone());
-        let mut batch = Batch::new(&self.lengths, &self.costs, &of_step)?;
+        // The step's first group to be refused has another index in the round.
+        let in_round = |refused| match refused {
+            Error::GroupTooLarge { index, value, size, of, given, limit } => {
+                Error::GroupTooLarge { index: self.samples[index] as usize, value, size, of, given, limit }
+            }
+            other => other,
+        };
+        let mut batch = Batch::new(&self.lengths, &self.costs, &of_step).map_err(in_round)?;
         batch.micro_batch = micro_batch;
-        batch.classes = Classes::new(&self.classes, options.class_rounds);
+        batch.keep_apart(&self.classes, options.class_rounds)?;
         let (_, contents) = batch.best()?;
-        Ok(self.ordered(contents, options.order))
+        let of_rank = |rank: &Vec<Vec<u32>>| rank.iter().map(|held| batch.documents(held).collect()).collect();
+        Ok(self.ordered(contents.iter().map(of_rank).collect(), options.order))
     }
 
     /// The same micro-batches on the same ranks; rounds in this order.
-    fn ordered(&self, contents: Contents, order: Order) -> Contents {
+    fn ordered(&self, contents: Vec<Vec<Vec<u32>>>, order: Order) -> Vec<Vec<Vec<u32>>> {
         let round = |r: usize| contents.iter().map(move |rank| &rank[r]);
         let cost = |held: &Vec<u32>| held.iter().map(|&sample| self.costs[sample as usize]).sum::<f64>();
         let heaviest = |r: &usize| round(*r).map(cost).fold(0.0, f64::max);
@@ -310,7 +339,7 @@ impl RoundPlan {
     fn add(
         &mut self,
         step: &Step,
-        contents: &Contents,
+        contents: &[Vec<Vec<u32>>],
         (group_cost, group_first): (f64, u32),
         options: &RoundOptions,
         lengths: &[i32],
@@ -331,7 +360,8 @@ impl RoundPlan {
         let even = costs.iter().sum::<f64>() / contents.len() as f64;
         let costliest = step.costs.iter().copied().fold(0.0, f64::max) + micro_batch * per_rank as f64;
         let parted = even.max(costliest);
-        let whole = if options.together == Together::Step { 0.0 } else { group_cost + micro_batch * per_rank as f64 };
+        let whole =
+            if options.together == RoundTogether::Step { 0.0 } else { group_cost + micro_batch * per_rank as f64 };
         self.step_costs.push(self.ranks.step_cost(costs));
         self.per_rank.push(per_rank);
         self.parted_bounds.push(parted);

@@ -4,6 +4,7 @@ use crate::balance::{Bins, Item, Leveller, Limits, Rule, Rules, sort};
 use crate::error::{Result, check_range, named_choices, saturating_i64};
 use crate::limits::MAX_MICRO_BATCHES;
 
+use super::division::Division;
 use super::share_out::STEPS;
 
 named_choices! {
@@ -111,6 +112,18 @@ fn even(items: &[Item], number: usize) -> Vec<Vec<u32>> {
     let Some(mut bins) = Bins::filled(items, limits, &vec![0.0; number], Rule::FewestDocuments) else {
         return Vec::new();
     };
+    let counts = |bins: &Bins<'_>| {
+        let of_step = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum();
+        bins.contents.iter().map(of_step).collect::<Vec<u32>>()
+    };
+    let spread = counts(&bins).iter().max().unwrap_or(&0) - counts(&bins).iter().min().unwrap_or(&0);
+    // Where the rule leaves counts unequal, a division by the sizes of prompts alone is exact if there is one.
+    if spread > 1
+        && let Ok(division) = Division::equal(items, number)
+        && let Some(exact) = division.filled(items, limits)
+    {
+        bins = exact;
+    }
     let mean = items.iter().map(|item| item.cost).sum::<f64>() / number as f64;
     let all: Vec<usize> = (0..number).collect();
     Leveller::new(STEPS, true).exchange(&mut bins, &all, &Rules::new(1e-4 * mean, number));
