@@ -23,6 +23,7 @@ os.environ |= processes.ENVIRONMENT
 PACKAGES = {
     "test_accelerate.py": "accelerate",
     "test_arrow.py": "datasets",
+    "test_async_grpo.py": "trl",
     "test_axolotl.py": "axolotl",
     "test_balance.py": "transformers",
     "test_columns.py": "transformers",

@@ -82,7 +82,10 @@ def test_steps_of_a_batch_are_even() -> None:
     prompts = [{sample // n for sample in of_step[:, step].ravel()} for step in range(steps)]
     assert [len(held) for held in prompts] == [16] * 4
     for step in range(steps):
-        assert spread(of_step[:, step].tolist(), lengths) <= 1.001
+        work = np.sort(COST.cost(lengths[of_step[:, step].ravel()]))
+        # A sample may be more than a rank's share: its rank has the shortest others.
+        least = (work[-1] + work[: of_step.shape[2] - 1].sum()) * dp_size / work.sum()
+        assert spread(of_step[:, step].tolist(), lengths) <= 1.001 * max(least, 1)
 
 
 def test_state_survives_a_checkpoint() -> None:
