@@ -30,6 +30,7 @@ FILES = {
         "filling.py",
         "ledger.py",
         "py.typed",
+        "rl.py",
         "testing.py",
         "timings.py",
     },

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import wlb
+from tests.trainers.page import block
 
 pytest.importorskip("transfer_queue", reason="transferqueue is not installed: pip install transferqueue")
 
@@ -97,6 +98,12 @@ def test_state_survives_a_checkpoint() -> None:
     other.load_checkpoint(sampler.save_checkpoint())
     second, _ = other([sample for sample in range(16) if sample not in first], 8, dp_rank=1, **where)
     assert sorted(first + second) == list(range(16))
+
+
+def test_the_pages_lines_make_a_sampler() -> None:
+    names: dict[str, Any] = {}
+    exec(block("import BalancedSampler"), names)
+    assert (names["sampler"].dp_size, names["sampler"].n_samples_per_prompt) == (8, 8)
 
 
 def test_unready_prompts_wait() -> None:

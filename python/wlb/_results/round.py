@@ -96,9 +96,9 @@ class RoundPlan(Copied):
         check_integer("rank", rank, minimum=0, maximum=self.dp_size - 1)
         number = self.num_micro_batches.tolist()
         first = sum(number[:step]) * self.dp_size + rank * number[step]
-        bounds = self.offsets[first : first + number[step] + 1].tolist()
-        samples = self.samples
-        return [samples[begin:end] for begin, end in pairwise(bounds)]
+        bounds = vars(self)["offsets"][first : first + number[step] + 1].tolist()  # not copies of all
+        samples = vars(self)["samples"]
+        return [samples[begin:end].copy() for begin, end in pairwise(bounds)]
 
     def weights(
         self,
