@@ -159,7 +159,8 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	$(TRAINERS)/bin/python -m pip install --upgrade pip
 	$(TRAINERS)/bin/python -m pip install . --group test --group trainers
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
-	$(TRAINERS)/bin/python -m pip install tensordict ray pandas codetiming hydra-core peft dill || true
+	# Its trainer, which _balance_batch is of, imports more than its planner.
+	$(TRAINERS)/bin/python -m pip install tensordict ray pandas codetiming hydra-core peft dill orjson pylatexenc cachetools fastapi uvicorn transferqueue || true
 	$(TRAINERS)/bin/python -m pip install --no-deps verl || true
 	# Its own tests of its planner are in no package.
 	test -d $(TRAINERS)/verl || { git clone --depth 1 --filter blob:none --sparse --branch v0.9.1 https://github.com/verl-project/verl $(TRAINERS)/verl \
