@@ -33,7 +33,7 @@ from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
 
-_SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
+_SET_HERE = ("trainer", "packer", "num_micro_batches", "cp_size")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 

@@ -134,7 +134,7 @@ def _reader(
         documents, lengths = padded, padded.lengths
     sampler = setup.loading.sampler(lengths, packer, rank=readers.rank(), ranks=readers.size())
     rank = parallel_state.get_context_parallel_rank()
-    keep = partial(collate, cp_size=setup.cp_size, cp_rank=rank, strategy="per_document", **setup.shape)
+    keep = partial(collate, cp_rank=rank, strategy="per_document", **{"cp_size": setup.cp_size, **setup.shape})
     return StepLoader(setup.loading.loader(documents, sampler, list if setup.dynamic_cp else keep)), padded
 
 

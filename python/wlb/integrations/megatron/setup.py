@@ -116,7 +116,7 @@ class Setup:
     @property
     def shape(self) -> dict[str, Any]:
         """Padding of the packer's micro-batches; with Dynamic-CP they only decide which rank reads a document."""
-        return {} if self.dynamic_cp else {"multiple_of_tokens": self.cp_size * self.row_multiple}
+        return {} if self.dynamic_cp else {"multiple_of_tokens": self.row_multiple, "cp_size": self.cp_size}
 
     def packer(self, readers: int) -> wlb.Packer:
         """The packer for this number of ranks that read different documents."""

@@ -97,8 +97,8 @@ class WlbDataLoader(BaseDataLoader):
         """Micro-batches of a rank in a step: gradient accumulation times those of the pipeline. Set by `balance`."""
 
         multiple_of_tokens: int = 1
-        """Micro-batches are padded to a multiple of this, and max_tokens counts the padding. `balance` also makes it a
-        multiple of what parallelism needs."""
+        """Micro-batches are padded to a multiple of this, and max_tokens counts the padding. `balance` makes that a
+        multiple on each context-parallel rank, and a multiple of what parallelism needs."""
 
         token_buckets: list[int] = field(default_factory=list)
         """The allowed lengths of micro-batches, ascending. Micro-batches are padded to the next one, so compiled models

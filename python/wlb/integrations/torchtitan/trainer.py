@@ -129,7 +129,9 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
     if tokens is None:
         rows = training.global_batch_size
         tokens = (rows if rows > 0 else training.local_batch_size * replicas) * training.seq_len
-    loader = replace(loader, multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)))
+    loader = replace(
+        loader, multiple_of_tokens=math.lcm(ranks.cp * loader.multiple_of_tokens, _multiple(config, ranks))
+    )
     together = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if ranks.pp_enabled else 1
     model = config.model_spec.model
     # FSDP gathers parameters in every micro-batch, but the stages of a pipeline keep them for a step.

@@ -221,7 +221,7 @@ def balanced_loader(
     Complexity:
         O(documents) if lengths need not be read from documents.
     """
-    loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches",))
+    loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches", "cp_size"))
     check_integer("max_tokens", max_tokens, minimum=1)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
     if group is None and dist.is_initialized():
