@@ -154,3 +154,41 @@ def with_another_group(rank: int) -> str:
 def test_another_group_is_refused() -> None:
     said = processes.run(2, with_another_group)
     assert said == ["group has 2 ranks, and the batch is divided over 3: give its context-parallel group"] * 2
+
+
+def weighted(rank: int, mean: Any) -> np.ndarray:
+    """The gradient that DDP's average over ranks leaves of weight times summed token loss."""
+    plan, weights = planned(mean)
+    scores = Scores()
+    for held in plan.micro_batches(0, rank):
+        batch = wt.collate([documents()[sample] for sample in held])
+        sums = wt.sample_sums(scores(batch.tokens, batch.labels), batch)
+        (sums * torch.from_numpy(weights[held])).sum().backward()
+    assert scores.table.grad is not None
+    dist.all_reduce(scores.table.grad)
+    return (scores.table.grad / dist.get_world_size()).numpy()
+
+
+def planned(mean: Any) -> tuple[Any, np.ndarray]:
+    lengths = [document.tokens.size for document in documents()]
+    cost = wlb.CostModel(attention=1.0, linear=100.0)
+    plan = wlb.rl.plan(lengths, dp_size=2, max_tokens=70, cost_model=cost, groups=[0, 0, 1, 1, 2])
+    return plan, plan.weights([25, 4, 0, 43, 0], mean=mean)
+
+
+@pytest.mark.parametrize("mean", ["token", "sample", "prompt"])
+def test_weights_of_a_round_train_the_mean_that_is_meant(mean: Any) -> None:
+    scores = Scores()
+    found = [scores(batch.tokens, batch.labels) for batch in (wt.collate([document]) for document in documents())]
+    totals, counts = [values.sum() for values in found], [25, 4, 0, 43, 0]
+    if mean == "token":
+        loss = sum(totals) / 72
+    elif mean == "sample":
+        loss = (totals[0] / 25 + totals[1] / 4 + totals[3] / 43) / 3
+    else:
+        loss = ((totals[0] + totals[1]) / 29 + totals[3] / 43) / 2
+    loss.backward()
+    assert scores.table.grad is not None
+    assert [int((wt.collate([document]).labels != wt.IGNORE).sum()) for document in documents()] == counts
+    for gradient in processes.run(2, weighted, mean):
+        np.testing.assert_allclose(gradient, scores.table.grad.numpy(), rtol=0, atol=1e-10)
