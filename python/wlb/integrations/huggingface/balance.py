@@ -102,7 +102,8 @@ def balance(
         verify: before the first step of the optimizer, prove that the trainer's loss, gradients and evaluation are
             those of each document alone (`wlb.torch.verify`). Takes some seconds.
         **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
-            `token_buckets`, which pad rows. Nothing learns from padding, and it is not counted.
+            `token_buckets`, which pad rows, though nothing learns from padding, and it is not counted; `sync`, where
+            ranks wait for each other: by default in every "micro_batch" under FSDP, else once a "step".
 
     Returns:
         The same trainer.

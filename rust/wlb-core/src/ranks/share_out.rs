@@ -11,6 +11,10 @@ const PARTNERS: usize = 12;
 /// Most pairs of groups on two ranks for which two are exchanged for two: with many groups on a rank, one for one is
 /// enough.
 const PAIRS: usize = 1 << 10;
+/// Most items for each rank with which [`tightest`] is tried: with more, exchanges make ranks level.
+const FEW: usize = 16;
+/// Number of times that [`tightest`] halves the interval of loads.
+const HALVINGS: usize = 12;
 
 /// Limits of a share-out.
 pub(crate) struct Shared<'a> {
@@ -27,7 +31,7 @@ pub(crate) struct Shared<'a> {
     /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
     /// Whether the best exchange of all partners is made, not that of the first partner that has one, and, if nobody
-    /// has one, of two for two.
+    /// has one, of two for two; and whether few items on each rank are shared out by [`tightest`], too.
     pub(crate) thorough: bool,
 }
 
@@ -52,8 +56,54 @@ pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared<'_>) -> Option<Bi
     if shared.thorough {
         rules = Rules { sizes: &[Size::One, Size::Two], enough: f64::NEG_INFINITY, ..rules };
     }
-    let mut search = Leveller::new(STEPS, shared.equal_documents);
-    search.most_pairs = PAIRS;
-    search.exchange(&mut bins, &all, &rules);
+    let level = |bins: &mut Bins| {
+        let mut search = Leveller::new(STEPS, shared.equal_documents);
+        search.most_pairs = PAIRS;
+        search.exchange(bins, &all, &rules);
+    };
+    level(&mut bins);
+    if shared.thorough && !shared.equal_documents && items.len() <= FEW * shared.ranks {
+        let most = heaviest(&bins);
+        if let Some(mut other) = tightest(items, limits, shared.ranks, most) {
+            level(&mut other);
+            if heaviest(&other) < most {
+                bins = other;
+            }
+        }
+    }
     Some(bins)
+}
+
+fn heaviest(bins: &Bins) -> f64 {
+    bins.loads.iter().copied().fold(f64::NEG_INFINITY, f64::max)
+}
+
+/// Items on ranks by [`Rule::TightestWithin`], for the least load at which all find room, by bisection; `None` if there
+/// is none below `most`.
+///
+/// Where each rank has few items, the least load first pairs the costliest with the cheapest, and no exchange improves
+/// pairs. Here the costliest may stay alone (Coffman, Garey, Johnson 1978, MULTIFIT).
+///
+/// # Complexity
+/// O(n log N) for `n` items on `N` ranks, for each halving.
+fn tightest<'a>(items: &'a [Item], limits: Limits, ranks: usize, most: f64) -> Option<Bins<'a>> {
+    let mean = items.iter().map(|item| item.cost).sum::<f64>() / ranks as f64;
+    let two = if items.len() > ranks { items[ranks - 1].cost + items[ranks].cost } else { 0.0 };
+    let (mut low, mut high) = (items.first()?.cost.max(mean).max(two), most);
+    let mut best = None;
+    for _ in 0..HALVINGS {
+        if low >= high {
+            break;
+        }
+        let target = f64::midpoint(low, high);
+        match Bins::filled(items, limits, &vec![target; ranks], Rule::TightestWithin) {
+            Some(mut bins) => {
+                bins.loads.iter_mut().for_each(|load| *load += target);
+                high = heaviest(&bins);
+                best = Some(bins);
+            }
+            None => low = target,
+        }
+    }
+    best
 }
