@@ -15,4 +15,4 @@ pub(crate) use division::Division;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;
 pub(crate) use rounds::{heaviest_together, rows_to_ranks};
-pub(crate) use share_out::{Shared, share_out};
+pub(crate) use share_out::{Effort, Shared, share_out};
