@@ -345,7 +345,7 @@ impl<'a> Batch<'a> {
             return vec![(0..bins.contents.len()).collect()];
         }
         let costs = bins.costs();
-        rows_to_ranks(&mut heaviest_together(&costs, dp_size), &costs, dp_size)
+        rows_to_ranks(&mut heaviest_together(&costs, &[], dp_size), &costs, dp_size)
     }
 
     /// Target cost of each micro-batch, round by round (heaviest first) and rank by rank inside a round.
