@@ -18,10 +18,10 @@ from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb._shown import explained
 from wlb.filling import micro_batches
+from wlb.reading.rows import RowReader
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents, measured
-from wlb.torch.data.rows import RowReader
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
 

@@ -13,8 +13,8 @@ from typing_extensions import Self
 
 import wlb
 from wlb._errors import error
+from wlb.reading.state import SavedChain, Snapshot
 from wlb.torch.data.peers import Peers
-from wlb.torch.data.state import SavedChain, Snapshot
 
 S = TypeVar("S")
 P = TypeVar("P")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.torch.data.sidecar import Facts, Sidecar
+from wlb.reading.sidecar import Facts, Sidecar
 
 _CHUNK = 1 << 18  # lengths that are checked at a time, so that they fit into a cache
 

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
 
 from wlb._errors import error
-from wlb.torch.data.content import SplitPrompts
-from wlb.torch.data.documents import Document, as_arrays
-from wlb.torch.data.given_costs import cost_row
-from wlb.torch.data.rows import RowReader, num_documents
-from wlb.torch.data.state import field
+from wlb.reading.documents import Document, as_arrays
+from wlb.reading.given_costs import cost_row
+from wlb.reading.rows import RowReader, num_documents
+from wlb.reading.split_prompts import SplitPrompts
+from wlb.reading.state import field
 
 _END = object()
 
@@ -50,8 +49,8 @@ def restores_itself(stream: Any) -> bool:
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
         return False
     dataset = getattr(stream, "dataset", None)
-    skips = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
-    if skips and type(stream).__name__ == "StatefulDataLoader":
+    skips = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+    if skips and type(stream).__name__ == "StatefulDataLoader" and not hasattr(dataset, "state_dict"):
         return False
     try:
         inspect.signature(stream.state_dict).bind()
