@@ -27,6 +27,7 @@ PACKAGES = {
     "test_balance.py": "transformers",
     "test_columns.py": "transformers",
     "test_fillers.py": "transformers",
+    "test_grain.py": "grain",
     "test_huggingface.py": "transformers",
     "test_lightning.py": "lightning",
     "test_lightning_resumes.py": "lightning",

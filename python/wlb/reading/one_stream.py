@@ -104,20 +104,27 @@ class OneStream:
         self._saved: Any = None
         self.ended = False
 
-    def read(self, tokens: int, number: int) -> list[ReadDocument]:
+    def read(self, tokens: int, argument: str) -> list[ReadDocument]:
         """Documents until the stream's share is used up; if one is longer, later shares are smaller."""
         self._credit += 0 if self.ended else tokens
         if self.ended or self._credit <= 0:
             return []  # leave it closed: a stream that was just opened does not know its position yet
+        return self._rows_while(lambda: self._credit > 0, argument)
+
+    def again(self, end: int, argument: str) -> list[ReadDocument]:
+        """Documents up to number `end`, which were read before the stream was restored; fewer if it ends before."""
+        return self._rows_while(lambda: self._read < end, argument)
+
+    def _rows_while(self, wanted: Callable[[], bool], argument: str) -> list[ReadDocument]:
         if self._iterator is None:
             self._iterator = self._open()
         documents: list[ReadDocument] = []
-        while self._credit > 0:
+        while wanted():
             row = next(self._iterator, _END)
             if row is _END:
                 self.ended = True
                 break
-            documents += self._documents_of(row, f"streams[{number}]")
+            documents += self._documents_of(row, argument)
         # A stream knows its position only after a row was read, which is so here.
         if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())

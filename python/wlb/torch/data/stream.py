@@ -382,7 +382,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
-                read[number] = stream.read(shares[number], number)
+                read[number] = stream.read(shares[number], f"streams[{number}]")
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
         except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure = cause
