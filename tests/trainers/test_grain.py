@@ -35,8 +35,8 @@ NO_THREADS = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 class Corpus:
     """Documents whose tokens are their number, of random length; some longer than a micro-batch."""
 
-    def __init__(self, rng: np.random.Generator, size: int, longest: int) -> None:
-        self.lengths = rng.integers(1, longest + 1, size)
+    def __init__(self, rng: np.random.Generator, size: int, shortest: int, longest: int) -> None:
+        self.lengths = rng.integers(shortest, longest + 1, size)
         self.rows = [np.full(length, number) for number, length in enumerate(self.lengths)]
 
     def map(self) -> Any:
@@ -145,13 +145,14 @@ def steps_of(micro_batches: list[list[bytes]], per_step: int) -> list[Counter[by
 def history(seed: int, *, stops: int = 4, workers: tuple[int, ...] = (0, 0, 0, 2, 3)) -> None:
     """A run that stops several times, and goes on with other ranks and workers, against a run without a stop."""
     rng = np.random.default_rng(seed)
-    corpus = Corpus(rng, size=int(rng.integers(4, 28)), longest=int(rng.choice([8, 32, 70])))
+    shortest, longest = [(1, 8), (1, 32), (1, 70), (24, 70)][int(rng.integers(4))]
+    corpus = Corpus(rng, size=int(rng.integers(5, 45)), shortest=shortest, longest=longest)
     oversize = "split" if corpus.lengths.max() > MAX_TOKENS else str(rng.choice(["split", "error"]))
     ds, arguments, given, times = pipeline(str(rng.choice(KINDS, p=OFTEN)), corpus, rng)
-    arguments["packer"] = packer(str(rng.choice(["fifo", "adaptive", "queues"])), oversize)
+    arguments["packer"] = packer(str(rng.choice(["fifo", "adaptive", "queues"], p=[0.1, 0.3, 0.6])), oversize)
     if rng.integers(5):
         arguments["read_options"] = NO_THREADS
-    arguments["tokens_per_batch"] = int(rng.integers(80, 250))
+    arguments["tokens_per_batch"] = int(rng.choice([60, 200, 500, 700]))
     can_work = isinstance(ds, grain.MapDataset)
 
     whole = Run(ds, arguments, ranks=1)
