@@ -42,6 +42,7 @@ PACKAGES = {
     "test_resumes.py": "transformers",
     "test_streams.py": "datasets",
     "test_torchtitan.py": "torchtitan",
+    "test_torchtitan_packing.py": "torchtitan",
     "test_trl.py": "trl",
     "test_verl.py": "verl",
 }

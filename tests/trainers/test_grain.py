@@ -171,7 +171,7 @@ def history(seed: int, *, stops: int = 4, workers: tuple[int, ...] = (0, 0, 0, 2
         if not inside:
             ranks = int(rng.choice([1, 2, 3, 8]))
         some = int(rng.choice(workers))
-        rows = 2 if ranks % 2 == 0 and rng.integers(3) == 0 else 1
+        rows = int(rng.choice([rows for rows in (1, 2, 3, 4, 8) if ranks % rows == 0]))
         run = Run(ds, arguments, ranks=ranks, rows=rows, workers=some if can_work else min(some, 1))
         if state is not None:
             run.load(state)
