@@ -121,9 +121,9 @@ class Run:
 
     def state(self, rng: np.random.Generator) -> str:
         """As a checkpoint keeps it; any rank's."""
-        states = [json.dumps(each.get_state()) for each in self.iterators]
-        assert len(set(states)) == 1
-        return states[int(rng.integers(len(states)))]
+        states = [each.get_state() for each in self.iterators]
+        assert all(each == states[0] for each in states)
+        return json.dumps(states[int(rng.integers(len(states)))])
 
     def load(self, state: str) -> None:
         for each in self.iterators:

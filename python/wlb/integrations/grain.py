@@ -274,7 +274,7 @@ class _Rounds(grain.DatasetIterator[Element]):
     def get_state(self) -> dict[str, Any]:
         """Plain JSON values of the same names and types at any time, the same on every rank."""
         if self._text is None:
-            self._text = json.dumps(self._snapshot.state)
+            self._text = self._snapshot.text
         return {"steps": self._text, "given": self._given, "ranks": self._share.ranks}
 
     def set_state(self, state: dict[str, Any]) -> None:
