@@ -15,6 +15,7 @@ from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
+from wlb.torch.data.processed import ProcessedRows
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -32,6 +33,7 @@ __all__ = [
     "Loading",
     "PackedBatch",
     "Piece",
+    "ProcessedRows",
     "RowReader",
     "Step",
     "StepLoader",
