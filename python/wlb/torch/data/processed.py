@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
-import weakref
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,6 @@ from torch.utils.data import IterableDataset
 from wlb._errors import check_bool, check_integer, error
 from wlb.reading.permutation import Permutation
 from wlb.reading.state import field
-from wlb.torch.random_states import random_states
 
 _PLACE = tuple[int, int]
 """Epoch and number of a row."""
@@ -35,8 +37,8 @@ class ProcessedRows(IterableDataset[Any]):
     documents move to the ranks that train them (`BalancedStream`).
 
     The state is the position in each stream. It does not depend on the numbers of ranks and workers, so a run resumes
-    with the next row, and processes none twice. Random numbers that the function draws from Python, numpy and torch are
-    those of the row: equal after a resume and in any worker.
+    with the next row, and processes none twice. Random numbers that the function draws in a worker from Python, numpy
+    and torch are those of the row, in any worker and after a resume. Without workers it should draw none.
 
     Args:
         dataset: `dataset[i]` gives row `i`; it has a length.
@@ -166,19 +168,20 @@ class ProcessedRows(IterableDataset[Any]):
 
 
 class _Process:
-    """Reads and processes a row, with random numbers of its own."""
+    """Reads and processes a row."""
 
     def __init__(self, dataset: Any, process: Callable[[Any], Any], seed: int) -> None:
         self._dataset, self._process, self._seed = dataset, process, seed
 
+    def draw(self, place: _PLACE) -> None:
+        """Sets the random states of this process to those of a row."""
+        own = np.random.SeedSequence([self._seed % 2**63, *place]).generate_state(2, np.uint64)
+        random.seed(int(own[0]))
+        np.random.seed(int(own[0] % 2**32))  # noqa: NPY002  # what users draw from
+        torch.default_generator.manual_seed(int(own[1]))
+
     def __call__(self, place: _PLACE) -> Sequence[Any]:
-        epoch, number = place
-        with random_states():
-            own = np.random.SeedSequence([self._seed % 2**63, epoch, number]).generate_state(2, np.uint64)
-            random.seed(int(own[0]))
-            np.random.seed(int(own[0] % 2**32))  # noqa: NPY002  # what users draw from
-            torch.default_generator.manual_seed(int(own[1]))
-            found = self._process(self._dataset[number])
+        found = self._process(self._dataset[place[1]])
         if found is None:
             return []
         return found if _is_several(found) else [found]
@@ -202,8 +205,10 @@ class _Workers:
     def submit(self, place: _PLACE) -> Future[Sequence[Any]]:
         if self._pool is None:
             context = get_context(self._context)
-            self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin, initargs=(self._process,))
-            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+            arguments = (self._process, os.getpid())
+            self._pool = ProcessPoolExecutor(self.count, context, initializer=_begin, initargs=arguments)
+            # Also where this process is itself a child of multiprocessing, which waits for its own children at its end.
+            Finalize(self, self._pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, exitpriority=100)
         return self._pool.submit(_call, place)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,12 +218,21 @@ class _Workers:
 _process: _Process | None = None  # of a worker process
 
 
-def _begin(process: _Process) -> None:
+def _begin(process: _Process, parent: int) -> None:
     global _process
     torch.set_num_threads(1)
     _process = process
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended, even if that was killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _call(place: _PLACE) -> Sequence[Any]:
     assert _process is not None
+    _process.draw(place)
     return _process(place)
