@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,3 +219,224 @@ def test_ten_thousand_histories_lose_and_repeat_nothing(seed: int) -> None:
 def test_no_torch_is_imported() -> None:
     program = "import sys, wlb.integrations.grain; assert not [m for m in sys.modules if m.split('.')[0] == 'torch']"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+# --- with Grain's worker processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["indexed", "filtered map", "iter"])
+def test_worker_processes_give_the_same_and_resume_on_others(kind: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    corpus = Corpus(rng, 40, 1, 32)
+    ds, arguments, _, _ = pipeline(kind, corpus, rng)
+    arguments |= {"packer": packer("queues", "split"), "tokens_per_batch": 200}
+    if kind == "indexed":
+        np.save(tmp_path / "lengths.npy", corpus.lengths)
+        arguments["lengths"] = np.load(tmp_path / "lengths.npy", mmap_mode="r")  # workers map it again
+    whole = Run(ds, arguments, ranks=1)
+    expected = steps_of(list(whole), whole.per_step)
+    first = Run(ds, arguments, ranks=2, rows=2, workers=1)
+    given = [next(rest) for rest in [iter(first)] for _ in range(2 * first.per_step)]
+    state = first.state(rng)
+    first.close()
+    second = Run(ds, arguments, ranks=3, rows=3, workers=1 if kind == "iter" else 2)
+    second.load(state)
+    found = steps_of(given, first.per_step) + steps_of(list(second), second.per_step)
+    second.close()
+    assert found == expected
+
+
+# --- elements --------------------------------------------------------------------------------------------------------
+
+
+def elements(rows: list[Any], *, indexed: bool, **options: Any) -> list[dict[str, np.ndarray[Any, Any]]]:
+    lengths = [len(row["input_ids"] if isinstance(row, dict) else row) for row in rows] if indexed else None
+    options = {"packer": wlb.Packer(num_micro_batches=2, max_tokens=8, cost_model=COST, release="fifo")} | options
+    return list(BalancedIterDataset(grain.MapDataset.source(rows), lengths=lengths, **options))
+
+
+def by_first_token(found: list[dict[str, np.ndarray[Any, Any]]]) -> dict[int, dict[str, list[Any]]]:
+    """The columns of each document, by its first token."""
+    result = {}
+    for element in found:
+        for row in range(len(element["input_ids"])):
+            segments = element["segment_ids"][row]
+            for segment in range(1, segments.max(initial=0) + 1):
+                at = segments == segment
+                document = {name: array[row][..., at].tolist() for name, array in element.items()}
+                result[document["input_ids"][0]] = document
+    return result
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_labels_weights_and_columns_are_those_of_the_documents(indexed: bool) -> None:
+    rows = [
+        {"input_ids": [10, 11, 12], "labels": [-100, -100, 12], "source": 7, "place": np.eye(2, 3)},
+        {"input_ids": [20, 21], "loss_weights": [1.0, 0.5], "source": 8, "place": np.ones((2, 2))},
+        {"input_ids": [30], "source": 9, "place": np.zeros((2, 1))},
+        {"input_ids": [40, 41, 42, 43], "position_ids": [5, 6, 7, 8], "source": 9, "place": np.zeros((2, 4))},
+    ]
+    found = elements(rows, indexed=indexed, columns=["source", "place"], labels_ahead=2)
+    assert all(set(element) == set(found[0]) for element in found)
+    documents = by_first_token(found)
+    assert documents[10]["labels"] == [-100, 12, -100]
+    assert documents[10]["loss_weights"] == [0, 1, 0]
+    assert documents[10]["labels_ahead"] == [[12, -100, -100]]
+    assert documents[10]["source"] == [7, 7, 7]
+    assert documents[10]["place"] == np.eye(2, 3).tolist()
+    assert documents[20]["loss_weights"] == [0.5, 0]
+    assert documents[40]["position_ids"] == [5, 6, 7, 8]
+    assert documents[40]["labels"] == [41, 42, 43, -100]
+    assert found[0]["input_ids"].dtype == found[0]["labels"].dtype == np.int32
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_piece_of_a_cut_document_predicts_the_next_piece(indexed: bool) -> None:
+    cuts = wlb.Packer(num_micro_batches=3, max_tokens=8, cost_model=COST, release="fifo", oversize="split")
+    found = elements([list(range(100, 120))], indexed=indexed, packer=cuts)
+    pairs = {
+        (token, label)
+        for element in found
+        for token, label in zip(element["input_ids"].ravel().tolist(), element["labels"].ravel().tolist(), strict=True)
+        if label != -100
+    }
+    assert pairs == {(token, token + 1) for token in range(100, 119)}
+
+
+def test_all_ranks_have_the_shape_of_the_largest_micro_batch_in_its_place() -> None:
+    rows = [[number] * length for number, length in enumerate([8, 1, 1, 1, 5, 5, 2])]
+    plain = wlb.Packer(num_micro_batches=4, max_tokens=8, cost_model=COST, release="fifo")
+    shapes = []
+    for rank in range(2):
+        shard = ShardOptions(rank, 2)
+        ds = BalancedIterDataset(grain.MapDataset.source(rows), packer=plain, shard_options=shard)
+        shapes.append([element["input_ids"].shape for element in ds])
+    assert shapes[0] == shapes[1]
+    assert max(shape[1] for shape in shapes[0]) == 8
+
+
+def test_grains_own_transformations_come_behind_and_keep_the_state() -> None:
+    rng = np.random.default_rng(3)
+    corpus = Corpus(rng, 60, 1, 32)
+    bucket = wlb.Packer(
+        num_micro_batches=8, max_tokens=32, cost_model=COST, token_buckets=[32], outlier_thresholds=(12, 24)
+    )
+
+    def iterator() -> Any:
+        ds = BalancedIterDataset(corpus.map(), packer=bucket, lengths=corpus.lengths, tokens_per_batch=150)
+        ds = ds.map(lambda element: element["input_ids"][0]).batch(8)  # a step
+        return iter(grain.experimental.ThreadPrefetchIterDataset(ds, prefetch_buffer_size=2))
+
+    whole = list(iterator())
+    assert whole[0].shape == (8, 32)
+    for done in (0, 1, 3):
+        first, second = iterator(), iterator()
+        for _ in range(done):
+            next(first)
+        second.set_state(json.loads(json.dumps(first.get_state())))
+        np.testing.assert_array_equal(np.stack(list(second)), np.stack(whole[done:]))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+ROWS = [[1, 2, 3], [4, 5], [6]]
+MAP = grain.MapDataset.source(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("ds", "options", "match"),
+    [
+        (ROWS, {}, "must be a grain.MapDataset or grain.IterDataset"),
+        (MAP, {"lengths": [3, 2]}, "pipeline has 3 rows"),
+        (MAP.repeat(), {"lengths": [3, 2, 1]}, "repeat with num_epochs"),
+        (MAP.to_iter_dataset(), {"lengths": [3, 2, 1]}, "leave them out"),
+        (MAP, {"num_epochs": 2}, "needs lengths"),
+        (MAP, {"shuffle": True}, "needs lengths"),
+        (MAP, {"max_early": 2}, "needs lengths"),
+        (MAP, {"rows": 3}, "does not divide 4"),
+        (MAP, {"columns": "source"}, "sequence of names"),
+        (MAP, {"costs": [1, 2, 3]}, "not a function|no meaning"),
+        (
+            MAP.to_iter_dataset(),
+            {"multiprocessing_options": grain.MultiprocessingOptions(num_workers=2)},
+            "have one order",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(ds: Any, options: dict[str, Any], match: str) -> None:
+    fifo = wlb.Packer(num_micro_batches=4, max_tokens=8, cost_model=COST, release="fifo")
+    with pytest.raises(wlb.WlbError, match=match):
+        BalancedIterDataset(ds, packer=fifo, **options)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lengths", "match"),
+    [
+        ([[1, 2], [3]], [2, 2], r"has 1 tokens, but lengths\[1\] = 2"),
+        ([[1, 2], {"input_ids": [3, 4], "seq_lengths": [1, 1]}], [2, 2], "2 documents"),
+        ([[1, 2], {"input_ids": [3, 4], "other": [1, 1]}], [2, 2], "'other', which has no known meaning"),
+        ([[1, 2], [3, 2**40]], [2, 2], "must fit into int32"),
+        ([[1, 2], {"input_ids": [3, 4], "position_ids": [[0, 1]] * 3}], [2, 2], "name the column otherwise"),
+    ],
+)
+def test_wrong_rows_are_named(rows: list[Any], lengths: list[int], match: str) -> None:
+    fifo = wlb.Packer(num_micro_batches=2, max_tokens=8, cost_model=COST, release="fifo")
+    with pytest.raises(wlb.WlbError, match=match):
+        list(BalancedIterDataset(grain.MapDataset.source(rows), packer=fifo, lengths=lengths))
+
+
+def test_a_filter_before_known_lengths_is_named() -> None:
+    ds = MAP.filter(lambda row: len(row) > 1)
+    fifo = wlb.Packer(num_micro_batches=2, max_tokens=8, cost_model=COST, release="fifo")
+    with pytest.raises(wlb.WlbError, match="is nothing"):
+        list(BalancedIterDataset(ds, packer=fifo, lengths=[3, 2, 1]))
+
+
+def test_workers_behind_it_are_refused(threads: None) -> None:
+    fifo = wlb.Packer(num_micro_batches=2, max_tokens=8, cost_model=COST, release="fifo")
+    ds = BalancedIterDataset(MAP, packer=fifo, lengths=[3, 2, 1])
+    with pytest.raises(wlb.WlbError, match="give it multiprocessing_options instead"):
+        next(iter(ds.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_states_that_do_not_fit_are_refused_and_change_nothing(indexed: bool) -> None:
+    corpus = Corpus(np.random.default_rng(4), 40, 1, 32)
+    arguments: dict[str, Any] = {"packer": packer("queues", "split"), "tokens_per_batch": 100}
+    if indexed:
+        arguments["lengths"] = corpus.lengths
+
+    def begun(ranks: int, given: int, **others: Any) -> Any:
+        ds = BalancedIterDataset(corpus.map(), shard_options=ShardOptions(0, ranks), **arguments | others)
+        iterator = iter(ds)
+        for _ in range(given):
+            next(iterator)
+        return iterator
+
+    inside = begun(2, 5).get_state()
+    here = begun(3, 8)
+    before = here.get_state()
+    changed = inside | {"steps": inside["steps"].replace('"step": 0', '"step": 1')}
+    for state, match in (
+        (inside, "inside a step of 24 on 2 ranks"),
+        (changed | {"given": 0}, "changed after it was saved"),
+        (inside | {"given": 0, "steps": inside["steps"][:-5]}, "cut or changed"),
+        ({"given": 0, "ranks": 2}, "has no 'steps'"),
+        (begun(2, 12, packer=packer("fifo", "split")).get_state(), "configuration|fingerprint|release"),
+    ):
+        with pytest.raises(wlb.WlbError, match=match):
+            here.set_state(state)
+        assert here.get_state() == before
+    assert real(next(here)) == real(next(begun(3, 9 - 1)))
+
+
+def test_a_pipeline_that_changed_is_noticed() -> None:
+    corpus = Corpus(np.random.default_rng(4), 40, 24, 70)
+    arguments: dict[str, Any] = {"packer": packer("queues", "split"), "tokens_per_batch": 200}
+    first = iter(BalancedIterDataset(corpus.map(), **arguments))
+    for _ in range(2 * MICRO_BATCHES):
+        next(first)
+    second = iter(BalancedIterDataset(grain.MapDataset.source([row[:20] for row in corpus.rows]), **arguments))
+    second.set_state(first.get_state())
+    with pytest.raises(wlb.WlbError, match="gives other rows than before its state was saved"):
+        next(second)

@@ -175,7 +175,7 @@ class BalancedIterDataset(grain.IterDataset[Element]):
                 max_early=max_early,
                 costs=costs,
             )
-            indexed = _Indexed(ds, np.asanyarray(lengths), steps, num_epochs, reader, self._share, read)
+            indexed = _Indexed(ds, steps, num_epochs, reader, self._share, read)
             self._make = partial(_IndexedRounds, indexed, options)
             return
         for name, value, usual in (
@@ -419,7 +419,6 @@ class _Indexed(grain.IterDataset[Element]):
     def __init__(
         self,
         ds: grain.MapDataset[Any],
-        lengths: NDArray[Any],
         steps: StepReader,
         num_epochs: int,
         reader: RowReader,
@@ -428,14 +427,14 @@ class _Indexed(grain.IterDataset[Element]):
         given: int = 0,
     ) -> None:
         super().__init__()
-        self.ds, self.lengths, self.steps, self.num_epochs = ds, lengths, steps, num_epochs
+        self.ds, self.steps, self.num_epochs = ds, steps, num_epochs
         self.reader, self.share, self.read_options, self.given = reader, share, read_options, given
         self.part = slice(None)
 
     def begun(self, steps: StepReader, given: int) -> "_Indexed":
         """From this position on, behind `given` elements of its first step."""
         others = (self.num_epochs, self.reader, self.share, self.read_options)
-        return _Indexed(self.ds, self.lengths, steps.copy(), *others, given)
+        return _Indexed(self.ds, steps.copy(), *others, given)
 
     def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
         """For Grain's `mp_prefetch`: from now on only these elements."""
@@ -471,8 +470,8 @@ class _Indexed(grain.IterDataset[Element]):
             message = f"has {len(found)} documents by its seq_lengths: give each a row of its own, or leave lengths out"
             raise error(_ARGUMENT, message, index=number, value=len(found))
         document = as_arrays(found[0], _ARGUMENT, number)
-        if document.tokens.size != self.lengths[number]:
-            message = f"has {document.tokens.size} tokens, but lengths[{number}] = {self.lengths[number]}"
+        if document.tokens.size != (planned := self.steps.lengths[number]):
+            message = f"has {document.tokens.size} tokens, but lengths[{number}] = {planned}"
             raise error(_ARGUMENT, message, index=number, value=document.tokens.size)
         return document
 

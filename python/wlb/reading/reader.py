@@ -345,10 +345,15 @@ class StepReader:
         """int64 [pieces]: which document of the corpus each piece is from."""
         return micro_batch.document_ids % self._order.corpus.lengths.size
 
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """Int [documents], tokens of each."""
+        return self._order.corpus.lengths
+
     def elements(self, micro_batch: wlb.MicroBatch) -> list[int | Piece]:
         """Numbers of documents of the corpus, or pieces of them, that make a micro-batch of a plan."""
         documents = self.documents(micro_batch)
-        whole = np.asarray(self._order.corpus.lengths[documents]) == micro_batch.lengths
+        whole = np.asarray(self.lengths[documents]) == micro_batch.lengths
         rows = zip(
             documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
         )
