@@ -21,6 +21,7 @@ from absl import flags  # noqa: E402
 from grain._src.python.dataset import dataset as grain_dataset  # noqa: E402
 from grain.sharding import ShardOptions  # noqa: E402
 
+from tests.trainers.page import block  # noqa: E402
 from wlb.integrations.grain import BalancedIterDataset  # noqa: E402
 
 if not flags.FLAGS.is_parsed():
@@ -440,3 +441,28 @@ def test_a_pipeline_that_changed_is_noticed() -> None:
     second.set_state(first.get_state())
     with pytest.raises(wlb.WlbError, match="gives other rows than before its state was saved"):
         next(second)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_jax_program_trains_and_packing_changes_no_loss() -> None:
+    jax = pytest.importorskip("jax")
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 200, 60)
+    rows = [rng.integers(0, 8, length) + 8 * (number % 8) for number, length in enumerate(lengths)]
+    names: dict[str, Any] = {"documents": grain.MapDataset.source(rows), "lengths": lengths}
+    exec(block('batch["segment_ids"]'), names)
+    assert names["step"]._cache_size() == 2  # a compilation for each bucket
+    assert sum(names["losses"][-8:]) < 0.9 * sum(names["losses"][:8])
+    assert json.loads(json.dumps(names["state"]))["given"] == 0
+    loss, table = names["loss"], names["table"]
+    element = next(iter(names["ds"]))
+    assert element["input_ids"].shape in ((1, 256), (1, 512))
+    alone = 0.0
+    segments = element["segment_ids"][0]
+    for segment in range(1, segments.max() + 1):
+        document = {name: array[:, segments == segment] for name, array in element.items()}
+        alone += float(loss(table, document))
+    assert float(loss(table, element)) == pytest.approx(alone, rel=1e-5)
+    del jax

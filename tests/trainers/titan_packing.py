@@ -9,6 +9,7 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import grain
@@ -24,6 +25,7 @@ from torchtitan.components.data import (
 from torchtitan.config import Configurable
 
 import wlb
+from tests.trainers.page import block
 from wlb.integrations.torchtitan_packing import BalancedPackingConfig, for_ranks
 
 RNG = np.random.default_rng(0)
@@ -161,7 +163,9 @@ def main() -> None:
         busy = np.array([work(row) for row in rows]).reshape(-1, 4)
         return float((busy.max(axis=1) / busy.mean(axis=1)).mean())
 
-    ours = largest(BalancedPackingConfig(dataset=DOCUMENTS, cost_model=COST, micro_batches=2))
+    names: dict[str, Any] = {"config": SimpleNamespace(), "documents": DOCUMENTS, "cost": COST}
+    exec(block("packing = BalancedPackingConfig("), names)
+    ours = largest(names["config"].dataloader.dataset)
     kinds = (FirstFitPackingConfig, ConcatThenSplitPackingConfig)
     theirs = {kind.__name__: largest(kind(dataset=DOCUMENTS)) for kind in kinds}
     print(json.dumps({"wlb": ours, **theirs}))
