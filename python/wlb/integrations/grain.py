@@ -104,7 +104,7 @@ class BalancedIterDataset(grain.IterDataset[Element]):
         columns: names of further columns of rows to carry.
         labels_ahead: how many tokens ahead every token predicts (`wlb.torch.collate`).
         read_options: threads that read rows, and rows that they read ahead.
-        multiprocessing_options: Grain's worker processes. With `lengths` each plans, and makes every
+        multiprocessing_options: worker processes of Grain. With `lengths` each plans, and makes every
             `num_workers`-th element. Otherwise they process rows: several of a `MapDataset`, at most one of an
             `IterDataset`, whose rows have one order.
 
