@@ -21,10 +21,10 @@ from wlb.integrations.megatron.documents import PADDING, PaddedDocuments
 from wlb.integrations.megatron.refusals import check_interleaved
 from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of, padding_of
 from wlb.integrations.megatron.sharing import Sharing
+from wlb.reading.documents import WEIGHTS
+from wlb.reading.state import field as state_field
 from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
-from wlb.torch.data.batch import WEIGHTS
 from wlb.torch.data.peers import Peers, failure_text
-from wlb.torch.data.state import field as state_field
 from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
