@@ -23,7 +23,7 @@ from grain.sharding import ShardOptions
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
-from wlb._choices import Oversize
+from wlb._choices import Oversize, Sync
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, error
 from wlb.filling import step_tokens
@@ -50,6 +50,8 @@ class BalancedPackingConfig:
         max_document_tokens: most tokens of a document that is not cut; None: `training.max_context_length`.
         oversize: for longer documents: "split" them, "truncate" them, or raise an "error".
         max_delay: most steps that a document waits for others; with 0 none waits.
+        sync: where data-parallel ranks wait for each other: once a "step", or in every "micro_batch", as under FSDP
+            without a pipeline.
         tokens_per_batch: tokens of a step on all ranks; None: four fifths of what its micro-batches hold.
         lengths: int [documents], tokens of each row before its labels are shifted, if they are known. Then each rank
             reads and processes only its own rows; `dataset` must be random-access, and filter nothing.
@@ -65,6 +67,7 @@ class BalancedPackingConfig:
     max_document_tokens: int | None = None
     oversize: Oversize = "split"
     max_delay: int = MAX_DELAY
+    sync: Sync = "micro_batch"
     tokens_per_batch: int | None = None
     lengths: ArrayLike | None = None
     num_workers: int = 0
@@ -94,10 +97,12 @@ class BalancedPackingConfig:
         if longest > context.max_context_length:
             message = f"= {longest}: more than training.max_context_length = {context.max_context_length}"
             raise error("max_document_tokens", message, value=longest)
-        loading = Loading(max_document_tokens=longest, oversize=self.oversize, max_delay=self.max_delay)
-        count = self.micro_batches * policy.dp_world_size
+        rules: dict[str, Any] = {"oversize": self.oversize, "max_delay": self.max_delay, "sync": self.sync}
+        loading, ranks = Loading(max_document_tokens=longest, **rules), policy.dp_world_size
+        count = self.micro_batches * ranks
         tokens = step_tokens(count * row) if self.tokens_per_batch is None else self.tokens_per_batch
-        packer = loading.packer(count, max_tokens=row, cost_model=self.cost_model, tokens_per_batch=tokens)
+        limits: dict[str, Any] = {"max_tokens": row, "cost_model": self.cost_model, "tokens_per_batch": tokens}
+        packer = loading.packer(count, ranks=ranks, **limits)
         order: dict[str, Any] = {}
         if indexed:
             order = {"shuffle": policy.shuffle, "seed": policy.seed, "num_epochs": FOREVER if policy.repeat else 1}
