@@ -43,7 +43,7 @@ test-long: $(VENV)/.dev-test
 ## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas, or its repository
 ## could not be reached.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
-	$(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
+	WLB_TORCHTITAN=$(abspath $(TRAINERS))/torchtitan $(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,llamafactory)
 	HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,axolotl)
 
@@ -165,6 +165,9 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	# Its own tests of its planner are in no package.
 	test -d $(TRAINERS)/verl || { git clone --depth 1 --filter blob:none --sparse --branch v0.9.1 https://github.com/verl-project/verl $(TRAINERS)/verl \
 	    && git -C $(TRAINERS)/verl sparse-checkout set tests/utils; } || true
+	# Its Grain data pipeline is in no release yet.
+	test -d $(TRAINERS)/torchtitan || { git clone --filter blob:none https://github.com/pytorch/torchtitan $(TRAINERS)/torchtitan \
+	    && git -C $(TRAINERS)/torchtitan checkout --quiet b5bcd76c66d0acb1a08b176d9639425bc55e0b2a; } || true
 	# `pretrain` is in no package. The path comes after the installed megatron-core.
 	$(TRAINERS)/bin/python -m pip install six || true
 	test -d $(TRAINERS)/Megatron-LM || git clone --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true

@@ -12,7 +12,7 @@ import wlb_tools
 
 LIBRARY, TOOLS = (Path(house.__file__).parent for house in (wlb, wlb_tools))
 ROOMS = {
-    LIBRARY: {"_results", "integrations", "models", "profiles", "torch"},
+    LIBRARY: {"_results", "integrations", "models", "profiles", "reading", "torch"},
     TOOLS: {"cluster", "command", "profiling", "simulation"},
 }
 FILES = {

@@ -263,6 +263,27 @@ def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
         raise error(argument, message, value=dp_size)
 
 
+def check_share(packer: Packer, rank: int, ranks: int, *, names: tuple[str, str]) -> None:
+    """Checks that a rank can take its share of a packer's steps.
+
+    Args:
+        packer: plans the steps of all ranks.
+        rank: the rank.
+        ranks: number of data-parallel ranks.
+        names: of `rank` and `ranks`, for errors.
+
+    Raises:
+        wlb.WlbError: There is no such rank; the ranks do not divide the packer's micro-batches, or are not its own.
+    """
+    check_integer(names[1], ranks, minimum=1)
+    check_integer(names[0], rank, minimum=0)
+    if packer.num_micro_batches % ranks:
+        raise error(names[1], f"= {ranks} does not divide {packer.num_micro_batches} micro-batches", value=ranks)
+    if rank >= ranks:
+        raise error(names[0], f"= {rank}: the group has ranks 0 to {ranks - 1}", value=rank)
+    check_ranks(packer, ranks, names[1])
+
+
 def check_max_early(max_early: int, packer: Packer) -> None:
     """Checks that documents may enter a packer this many iterations before their turn.
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import wlb
+from wlb.reading.permutation import Permutation
 from wlb.torch.data import Documents, PackedBatch, Piece, Step
-from wlb.torch.data.permutation import Permutation
 from wlb_tools.simulation.methods import next_fit
 
 

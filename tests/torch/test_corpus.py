@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 
 import wlb
-from wlb.torch.data import corpus, sidecar
-from wlb.torch.data.corpus import Corpus
+from wlb.reading import corpus, sidecar
+from wlb.reading.corpus import Corpus
 
 LENGTHS = np.random.default_rng(0).integers(1, 1000, 5000)
 

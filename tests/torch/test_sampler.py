@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import wlb
 from tests.torch import processes
 from wlb._seal import seal
+from wlb.reading.permutation import Permutation
 from wlb.torch.data import BalancedBatchSampler, Documents, Ledger, PackedBatch, Piece, Step, StepLoader, collate
-from wlb.torch.data.permutation import Permutation
 from wlb_tools.audit import audit
 
 COST = wlb.CostModel(attention=1e-3, linear=1e-2)

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.trainer_pt_utils import LabelSmoother
 
 import wlb
+import wlb.torch as wt
 from tests.torch import processes
 from tests.trainers.reads import reads
 from tests.trainers.small_corpus import (
@@ -320,23 +321,30 @@ class Endless(IterableDataset[Any]):
         return iter(documents() * 3)
 
 
-def train_stream(rank: int, folder: Path, stop: int) -> Any:
+def processed() -> Any:
+    """The documents, made of text by a function while the run goes on."""
+    texts = [json.dumps(row) for row in documents()]
+    return wt.ProcessedRows(texts, json.loads, num_workers=1, num_epochs=3, num_shards=3)
+
+
+def train_stream(rank: int, folder: Path, stop: int, data: Any = Endless) -> Any:
     options: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 5}
     resume = any(folder.glob("checkpoint-*"))
     size = dist.get_world_size()
     options["gradient_accumulation_steps"] = 4 // size
-    trainer = balanced(folder, size, data=Endless(), callbacks=[StopAt(stop)], **options)
+    trainer = balanced(folder, size, data=data(), callbacks=[StopAt(stop)], **options)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer)
 
 
-def test_a_stream_is_trained_and_resumed(tmp_path: Path) -> None:
-    whole = processes.run(2, train_stream, tmp_path / "whole", 12)[0]
-    processes.run(2, train_stream, tmp_path / "parts", 6)
-    found = processes.run(2, train_stream, tmp_path / "parts", 12)[0]
+@pytest.mark.parametrize("data", [Endless, processed])
+def test_a_stream_is_trained_and_resumed(tmp_path: Path, data: Any) -> None:
+    whole = processes.run(2, train_stream, tmp_path / "whole", 12, data)[0]
+    processes.run(2, train_stream, tmp_path / "parts", 6, data)
+    found = processes.run(2, train_stream, tmp_path / "parts", 12, data)[0]
     assert found[0] == whole[0]
     np.testing.assert_array_equal(found[1], whole[1])
-    alone_ = processes.run(1, train_stream, tmp_path / "one", 12)[0]
+    alone_ = processes.run(1, train_stream, tmp_path / "one", 12, data)[0]
     np.testing.assert_allclose(alone_[0], whole[0], rtol=1e-5)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from wlb.reading.reader import StepReader
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch
-from wlb.torch.data.reader import StepReader
 
 Collate = Callable[..., PackedBatch]
 
@@ -43,5 +43,5 @@ def _has_labels(reader: StepReader, sampler: BalancedBatchSampler, documents: Do
     packing = reader.next_step()
     if not any((micro_batch.lengths > 1).any() for micro_batch in packing):
         return False
-    elements = (element for micro_batch in packing for element in sampler.elements(micro_batch, reader))
+    elements = (element for micro_batch in packing for element in reader.elements(micro_batch))
     return any(collate_fn([documents[element]]).num_valid_tokens for element in elements)

@@ -34,11 +34,11 @@ from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.state import Snapshot, field
 from wlb.torch.agreement import agree
 from wlb.torch.boundaries import told
 from wlb.torch.data import BalancedBatchSampler, Documents, PackedBatch, Step, StepLoader
 from wlb.torch.data.loading import Loading
-from wlb.torch.data.state import Snapshot, field
 from wlb.torch.layers import against_labels
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.metrics import StepMetrics

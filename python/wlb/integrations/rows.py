@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb._rows import advice
+from wlb.reading.documents import tokens_of
+from wlb.reading.rows import KNOWN, RowIndex, RowReader, split_row
 from wlb.torch.data.arrow import arrow_lengths
-from wlb.torch.data.documents import tokens_of
-from wlb.torch.data.rows import KNOWN, RowIndex, RowReader, split_row
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 

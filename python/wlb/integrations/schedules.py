@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from wlb._warned import warn
-from wlb.torch.data.state import field
+from wlb.reading.state import field
 
 
 @dataclass(frozen=True)

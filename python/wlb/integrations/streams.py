@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from wlb._errors import error
 from wlb.integrations.rows import Collator, as_it_is, row_of
-from wlb.torch.data.one_stream import restores_itself
-from wlb.torch.data.rows import RowReader, joined_row, split_row
+from wlb.reading.one_stream import restores_itself
+from wlb.reading.rows import RowReader, joined_row, split_row
 
 
 def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:

@@ -18,6 +18,7 @@ from wlb._errors import error
 OLDEST: Final = {
     "accelerate": "1.1",
     "axolotl": "0.19",
+    "grain": "0.2.18",
     "lightning": "2.5",
     "llamafactory": "0.9.5.dev0",  # the first for transformers 5
     "megatron-core": "0.16",  # the first whose rows name their ranks

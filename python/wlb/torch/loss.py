@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wlb._errors import check_integer, error
+from wlb.reading.documents import IGNORE
 from wlb.torch.collectives import device_of
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wlb._errors import error
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.reading.documents import IGNORE
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.forest import ForestBatch
 
 

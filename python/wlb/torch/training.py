@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb._errors import error
 from wlb._warned import warn
+from wlb.reading.documents import AHEAD, IGNORE, WEIGHTS
 from wlb.torch.agreement import check_agreement
-from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS, PackedBatch
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step

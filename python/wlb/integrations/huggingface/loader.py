@@ -16,8 +16,8 @@ from wlb._core import MicroBatch
 from wlb._errors import error
 from wlb.integrations.schedules import Pace
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.state import Snapshot, field
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
-from wlb.torch.data.state import Snapshot, field
 from wlb.torch.metrics import StepMetrics
 
 REAL: Final = "wlb_real_tokens"

@@ -26,9 +26,9 @@ from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
+from wlb.reading.state import field as field_of
 from wlb.torch.data import Documents
 from wlb.torch.data.loading import Loading
-from wlb.torch.data.state import field as field_of
 from wlb.torch.routers import check_told
 from wlb.torch.training import takes_keywords
 

@@ -20,9 +20,9 @@ from wlb.filling import micro_batches
 from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
+from wlb.reading.rows import RowReader
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
 from wlb.torch.data.loading import SHAPE, Loading
-from wlb.torch.data.rows import RowReader
 
 EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluation, so that they are full
 

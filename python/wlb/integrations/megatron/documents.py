@@ -12,9 +12,8 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.integrations.megatron.multiples import padded_lengths
-from wlb.torch.data.batch import IGNORE
+from wlb.reading.documents import IGNORE, Document, Piece, cut, filled_up
 from wlb.torch.data.dataset import Documents
-from wlb.torch.data.documents import Document, Piece, cut, filled_up
 
 
 class IndexedDocuments(Dataset[Document]):

@@ -21,10 +21,10 @@ from wlb.integrations.megatron.documents import PADDING, PaddedDocuments
 from wlb.integrations.megatron.refusals import check_interleaved
 from wlb.integrations.megatron.rows import Batch, Ranks, Row, batch_of, padding_of
 from wlb.integrations.megatron.sharing import Sharing
+from wlb.reading.documents import WEIGHTS
+from wlb.reading.state import field as state_field
 from wlb.torch.data import DynamicCpLoader, DynamicCpStep, PackedBatch, Step, StepLoader
-from wlb.torch.data.batch import WEIGHTS
 from wlb.torch.data.peers import Peers, failure_text
-from wlb.torch.data.state import field as state_field
 from wlb.torch.metrics import StepMetrics, writes_to
 
 AnyStep = Step[PackedBatch] | DynamicCpStep[PackedBatch]
@@ -257,10 +257,10 @@ class DataIterator:
             step = next(self._iterator, None)
         except BaseException as cause:
             failure = cause
-        digest = None if step is None else step.plan.digest()
+        digest = None if step is None else (step.plan.digest(), getattr(step, "content", None))
         labels = 0 if step is None else sum(batch.num_valid_tokens for batch in step.micro_batches)
         parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest, "labels": labels})
-        self._peers.agree(parts, failure, argument="dataset", what="plan")
+        self._peers.agree(parts, failure, argument="dataset", what="plan or content of the data set")
         return step, sum(part["labels"] for part in parts)
 
     def _run(self) -> Iterator[AnyStep]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import wlb
 from wlb.integrations.megatron.attention import ShardedSeqParams
-from wlb.torch.data.batch import IGNORE
+from wlb.reading.documents import IGNORE
 
 
 class Batch(NamedTuple):

@@ -21,9 +21,9 @@ from wlb._errors import check_integer, error
 from wlb.filling import step_tokens
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.state import field as field_of
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.loading import FOREVER, SHAPE, Loading
-from wlb.torch.data.state import field as field_of
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.subgroup import Subgroup
 

@@ -6,15 +6,16 @@ Each step has the state to save once it is trained. It holds documents, so a run
 on another number of ranks or workers. A `Ledger` records what was trained.
 """
 
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.reading.documents import IGNORE, Document, Piece
+from wlb.reading.rows import RowReader
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents
-from wlb.torch.data.documents import Document, Piece
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
-from wlb.torch.data.rows import RowReader
+from wlb.torch.data.processed import ProcessedRows
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -32,6 +33,7 @@ __all__ = [
     "Loading",
     "PackedBatch",
     "Piece",
+    "ProcessedRows",
     "RowReader",
     "Step",
     "StepLoader",

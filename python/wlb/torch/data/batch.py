@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +15,8 @@ from torch.utils.data import get_worker_info
 import wlb
 from wlb._errors import error
 from wlb._shown import explained
+from wlb.reading.documents import IGNORE, WEIGHTS
 from wlb.torch.boundaries import told
-
-IGNORE: Final = -100
-"""The label of a token that predicts nothing; `torch.nn.functional.cross_entropy` ignores it by default."""
-
-WEIGHTS: Final = "loss_weights"
-"""The column of weights of losses, float [tokens]."""
-
-AHEAD: Final = "labels_ahead"
-"""The column of labels two and more ahead, int64 [k - 1, tokens]."""
 
 
 @explained

@@ -13,8 +13,9 @@ from torch import Tensor
 import wlb
 from wlb._errors import error
 from wlb._warned import warn
-from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.documents import Document, Piece
+from wlb.reading.documents import Document, Piece
+from wlb.reading.split_prompts import WAYS, hides_prompt
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.random_states import random_states
 
 _DOCUMENTS: Final = 64
@@ -100,35 +101,7 @@ def warn_of_split_prompts(dataset: Any, numbers: NDArray[np.int64], packer: wlb.
     if found:
         of = f"{numbers.size:,}" if looked.size == numbers.size else f"{looked.size} (of {numbers.size:,})"
         longer = f"documents with more than max_document_tokens = {packer.max_document_tokens} tokens"
-        warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {_WAYS}")
-
-
-class SplitPrompts:
-    """Warns of the first document of streams whose answer is learnt in another piece than its prompt is seen."""
-
-    def __init__(self, packer: wlb.Packer) -> None:
-        self._limit = packer.max_document_tokens if packer.oversize == "split" else None
-
-    def look(self, document: Document, name: str) -> None:
-        """Looks at a document that was read."""
-        if self._limit is not None and hides_prompt(document, self._limit):
-            longer = f"has more than max_document_tokens = {self._limit} tokens"
-            warn(f"{name} {longer}, begins with a prompt without labels, and is split, {_WAYS}")
-            self._limit = None
-
-
-_WAYS: Final = (
-    'so the part of an answer in a later piece does not see its prompt; give oversize="truncate" or "error", or raise '
-    "max_document_tokens"
-)
-
-
-def hides_prompt(row: Any, limit: int) -> bool:
-    """Whether a document begins with a prompt without labels, and has labels behind the first `limit` tokens."""
-    if not isinstance(row, Document) or row.labels is None or len(row.labels) <= limit:
-        return False
-    learnt = np.flatnonzero(np.asarray(row.labels) != IGNORE)
-    return bool(learnt.size and learnt[0] > 1 and learnt[-1] >= limit)
+        warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {WAYS}")
 
 
 def _bytes(row: Any) -> bytes | None:

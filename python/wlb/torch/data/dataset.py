@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from wlb._errors import error
+from wlb.reading.documents import Document, Piece, cut, not_as_many
+from wlb.reading.rows import RowIndex, RowReader
 from wlb.torch.data.arrow import ArrowRows, arrow_lengths
-from wlb.torch.data.documents import Document, Piece, cut, not_as_many
-from wlb.torch.data.rows import RowIndex, RowReader
 
 
 class Documents(Dataset[Document]):

@@ -18,9 +18,8 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb._shown import explained
 from wlb.ledger import Pieces
-from wlb.torch.data.batch import IGNORE, PackedBatch
-from wlb.torch.data.collate import joined, packed
-from wlb.torch.data.documents import (
+from wlb.reading.documents import (
+    IGNORE,
     Document,
     Layout,
     as_bits,
@@ -31,10 +30,12 @@ from wlb.torch.data.documents import (
     of_bits,
     of_padding,
 )
+from wlb.reading.packed import joined, packed
+from wlb.reading.rows import RowReader
+from wlb.reading.state import Progress, SavedChain, Snapshot, field, same
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_documents import Costs, Table, checked, costs_by, costs_of
 from wlb.torch.data.peers import Peers, failure_text
-from wlb.torch.data.rows import RowReader
-from wlb.torch.data.state import Progress, SavedChain, Snapshot, field, same
 from wlb.torch.data.step import Step, moved, written
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 
@@ -367,9 +368,14 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             "costs": costs,
             "layout": layout if documents else None,
             "ended": self._ended,
+            "content": None if self._item is None else self._item.content,
         }
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
+        # Plans of equal lengths are equal, whatever the tokens: ranks that shuffled otherwise are known by these.
+        known = [{**each, "agreement": each["content"]} for each in parts if each["content"] is not None]
+        if len(known) == len(parts):
+            self._peers.agree(known, None, step=self._number, argument="batches", what="content of the data set")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
         # Every rank checks this, so that either all fail or none.

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.torch.data.documents import Document, as_arrays, integer
-from wlb.torch.data.rows import RowReader
+from wlb.reading.documents import Document, as_arrays, integer
+from wlb.reading.rows import RowReader
 
 Costs = Callable[[Document], Any]
 """Function that returns the costs of a document as its rank reads it."""

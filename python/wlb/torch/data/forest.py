@@ -15,9 +15,8 @@ import wlb
 from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
 from wlb._shown import explained
-from wlb.torch.data.batch import IGNORE
-from wlb.torch.data.documents import Document, as_arrays
-from wlb.torch.data.rows import KNOWN, RowReader, is_text
+from wlb.reading.documents import IGNORE, Document, as_arrays
+from wlb.reading.rows import KNOWN, RowReader, is_text
 from wlb.torch.data.step import Step
 
 Ints = NDArray[np.int64]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb.ledger import FORMAT, VERSION, Pieces, Share, as_line, ledger_file, plan_hash, read_line
+from wlb.reading.state import Snapshot
 from wlb.torch.data.batch import PackedBatch
-from wlb.torch.data.state import Snapshot
 
 
 class _Source(Protocol):

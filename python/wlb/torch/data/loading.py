@@ -18,14 +18,27 @@ from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb._shown import explained
 from wlb.filling import micro_batches
+from wlb.reading.rows import RowReader
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents, measured
-from wlb.torch.data.rows import RowReader
+from wlb.torch.data.processed import ProcessedRows
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import StepLoader
+from wlb.torch.data.stream import BalancedStream
 
 SHAPE: Final = ("multiple_of_tokens", "token_buckets", "max_documents")  # options of a packer and of `collate`
+
+_OF_READING: Final = (
+    "lengths",
+    "num_epochs",
+    "shuffle",
+    "seed",
+    "num_workers",
+    "worker_init_fn",
+    "generator",
+    "multiprocessing_context",
+)  # options of `Loading` that have no meaning for rows that something else reads
 
 FOREVER: Final = 2**31 - 1
 """Number of epochs of a run that a trainer ends by its steps."""
@@ -186,7 +199,7 @@ def balanced_loader(
     config: Any = None,
     group: dist.ProcessGroup | None = None,
     **options: Any,
-) -> StepLoader[PackedBatch]:
+) -> StepLoader[PackedBatch] | BalancedStream[PackedBatch]:
     """Steps of equal work from a data set: packer, sampler, `DataLoader` and `StepLoader` made for it.
 
         loader = wt.balanced_loader(documents, max_tokens=65536, tokens_per_batch=2**20, config=model.config)
@@ -201,7 +214,8 @@ def balanced_loader(
     Args:
         dataset: `dataset[i]` gives row `i`: its tokens, or a mapping with `input_ids` and maybe `labels` (-100 where
             nothing is learnt), `attention_mask`, `position_ids`, `completion_mask`, `loss_weights` and others
-            (`wlb.torch.RowReader`).
+            (`wlb.torch.RowReader`). Or a `ProcessedRows`, whose lengths are not known before; then a `BalancedStream`
+            is returned.
         max_tokens: most tokens of a micro-batch, limited by the memory of a rank.
         tokens_per_batch: tokens of a step on all ranks.
         config: of a Hugging Face model, from which costs of documents are computed; or give `cost_model`.
@@ -227,7 +241,6 @@ def balanced_loader(
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    documents, lengths = loading.measured(dataset)
     count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
     limits: dict[str, Any] = {
         "max_tokens": max_tokens,
@@ -235,6 +248,18 @@ def balanced_loader(
         "tokens_per_batch": tokens_per_batch,
     }
     made = loading.packer(count, ranks=ranks, **limits, **packer)
-    sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     shape = {name: packer[name] for name in SHAPE if name in packer}
+    if isinstance(dataset, ProcessedRows):
+        if wrong := [name for name in _OF_READING if name in options]:
+            raise error(wrong[0], "is an option of ProcessedRows here, which reads the rows", value=options[wrong[0]])
+        return BalancedStream(
+            dataset.streams(),
+            packer=made,
+            collate_fn=partial(loading.collate, **shape),
+            group=group,
+            columns=loading.columns,
+            labels_ahead=loading.labels_ahead,
+        )
+    documents, lengths = loading.measured(dataset)
+    sampler = loading.sampler(lengths, made, rank=rank, ranks=ranks)
     return StepLoader(loading.loader(documents, sampler, partial(loading.collate, **shape)))

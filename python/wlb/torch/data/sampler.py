@@ -12,14 +12,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 import wlb
-from wlb._errors import check_integer, error
+from wlb._errors import error
 from wlb._seal import seal
-from wlb.filling import batch_tokens, check_max_early, check_ranks, least_tokens, warn_of_long
-from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.documents import Piece
-from wlb.torch.data.given_costs import CorpusCosts, check_given
-from wlb.torch.data.reader import ReadingOrder, StepReader
-from wlb.torch.data.state import SavedChain, field
+from wlb.filling import check_share
+from wlb.reading.documents import Piece
+from wlb.reading.reader import StepReader
+from wlb.reading.state import SavedChain, field
 
 
 class PlannedStep(NamedTuple):
@@ -103,43 +101,22 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         max_early: int = 0,
         costs: ArrayLike | Callable[[int], Any] | None = None,
     ) -> None:
-        micro_batches = packer.num_micro_batches
-        check_integer("dp_size", dp_size, minimum=1)
-        check_integer("dp_rank", dp_rank, minimum=0)
-        check_integer("num_epochs", num_epochs, minimum=1)
-        check_max_early(max_early, packer)
-        check_integer("seed", seed, minimum=-(2**63))
-        if micro_batches % dp_size:
-            raise error("dp_size", f"= {dp_size} does not divide {micro_batches} micro-batches", value=dp_size)
-        if dp_rank >= dp_size:
-            raise error("dp_rank", f"= {dp_rank}: the group has ranks 0 to {dp_size - 1}", value=dp_rank)
-        check_ranks(packer, dp_size, "dp_size")
-        if packer.pending:
-            raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
-        tokens_per_batch = batch_tokens(packer, tokens_per_batch)
-        check_given(costs, packer)
-        limit = packer.max_document_tokens
-        corpus = Corpus.of(lengths, longest=limit if packer.oversize == "error" else None)
+        check_share(packer, dp_rank, dp_size, names=("dp_rank", "dp_size"))
         self.num_epochs = num_epochs
-        self.num_micro_batches_per_rank = micro_batches // dp_size
+        self.num_micro_batches_per_rank = packer.num_micro_batches // dp_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
-        order = ReadingOrder(
-            corpus=corpus,
+        self._start = self._origin = StepReader.over(
+            lengths,
+            packer,
             tokens_per_batch=tokens_per_batch,
-            min_step_tokens=least_tokens(packer, tokens_per_batch, min_step_tokens),
-            shuffle=bool(shuffle),
-            seed=int(seed),
+            min_step_tokens=min_step_tokens,
+            shuffle=shuffle,
+            seed=seed,
             num_epochs=num_epochs,
-            oversize=packer.oversize,
-            limit=limit,
             max_early=max_early,
-            costs=None if costs is None else CorpusCosts(costs, packer, corpus.lengths),
+            costs=costs,
         )
-        if packer.oversize == "split":
-            warn_of_long("the longest document", order.corpus.longest, tokens_per_batch)
-        self._lengths = order.corpus.lengths
-        self._start = self._origin = StepReader(order, packer)
         self._skip = 0
         self._plans: deque[PlannedStep] | None = None  # for a `StepLoader` that follows the next iteration
         self._followed = False  # whether a StepLoader sets the beginning of the next iteration
@@ -282,22 +259,13 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
                 if done > skip:
                     last = done == self.num_micro_batches_per_rank
                     self._yielded = (after, 0) if last else (before, done)
-                    yield self.elements(packing[index], reader)
+                    yield reader.elements(packing[index])
                     if self._moves != moves:
                         raise _moved("sampler")
             before, skip = after, 0
         reader.next_epoch()
         if not self._followed:
             self._start, self._skip = reader, 0
-
-    def elements(self, micro_batch: wlb.MicroBatch, reader: StepReader) -> list[int | Piece]:
-        """Indices of documents, or pieces of them, that make a micro-batch of a plan."""
-        documents = reader.documents(micro_batch)
-        whole = np.asarray(self._lengths[documents]) == micro_batch.lengths
-        rows = zip(
-            documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
-        )
-        return [number if is_whole else Piece(number, start, length) for number, start, length, is_whole in rows]
 
 
 def _moved(argument: str) -> wlb.WlbError:

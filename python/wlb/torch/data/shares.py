@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from wlb._errors import error
-from wlb.torch.data.one_stream import OneStream
+from wlb.reading.one_stream import OneStream
 
 
 class Shares:

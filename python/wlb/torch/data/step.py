@@ -17,11 +17,11 @@ import wlb
 from wlb._errors import error
 from wlb._shown import explained
 from wlb.ledger import Pieces
+from wlb.reading.reader import StepReader
+from wlb.reading.state import Snapshot
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.content import check_collated, fingerprint, warn_of_split_prompts
-from wlb.torch.data.reader import StepReader
 from wlb.torch.data.sampler import BalancedBatchSampler
-from wlb.torch.data.state import Snapshot
 from wlb.torch.data.thread import background_thread
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ class StepLoader(Generic[T]):
                 numbers = following.documents(packing[index])
                 check_batch(batch, packing[index], int(padded[index]), most, numbers, "loader")
                 if unseen and following.content is not None:
-                    check_collated(batch, self._sampler.elements(packing[index], following), self._loader.dataset)
+                    check_collated(batch, following.elements(packing[index]), self._loader.dataset)
             unseen.clear()
             if self._prepare is not None:
                 micro_batches = [self._prepare(batch) for batch in micro_batches]

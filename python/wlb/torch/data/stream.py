@@ -25,17 +25,17 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.content import SplitPrompts
-from wlb.torch.data.documents import Document, layout_of
-from wlb.torch.data.given_costs import check_given
-from wlb.torch.data.one_stream import OneStream, ReadDocument, costs_of, restores_itself
+from wlb.reading.documents import Document, layout_of
+from wlb.reading.given_costs import check_given
+from wlb.reading.one_stream import OneStream, ReadDocument, costs_of, restores_itself
+from wlb.reading.rows import RowReader
+from wlb.reading.split_prompts import SplitPrompts
+from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
+from wlb.reading.waiting import Early, Outside, ReadBatch, Waiting
 from wlb.torch.data.peers import Peers, failure_text
-from wlb.torch.data.rows import RowReader
 from wlb.torch.data.shares import Shares
-from wlb.torch.data.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
-from wlb.torch.data.waiting import Early, Outside, ReadBatch, Waiting
 
 FORMAT: Final = "wlb.balanced_stream"
 VERSION: Final = 3
@@ -382,7 +382,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         failure: BaseException | None = None
         try:
             for number, stream in self._own_streams():
-                read[number] = stream.read(shares[number], number)
+                read[number] = stream.read(shares[number], f"streams[{number}]")
             states = {number: stream.state_dict() for number, stream in self._own_streams()}
         except BaseException as cause:  # of any kind: the other ranks wait for an answer
             failure = cause

@@ -13,8 +13,8 @@ from typing_extensions import Self
 
 import wlb
 from wlb._errors import error
+from wlb.reading.state import SavedChain, Snapshot
 from wlb.torch.data.peers import Peers
-from wlb.torch.data.state import SavedChain, Snapshot
 
 S = TypeVar("S")
 P = TypeVar("P")
@@ -51,11 +51,12 @@ class StepsAhead(Generic[S, P]):
     Attributes:
         position: Position after the last step taken, whatever was made ahead.
         begun: Whether a step was asked for.
+        ended: Whether there was no further step.
     """
 
     def __init__(self, make: Callable[[], PreparedStep[S, P]], position: P, *, name: str, argument: str) -> None:
         self.position = position
-        self.begun = False
+        self.begun = self.ended = False
         self._make = make
         self._argument = argument
         self._thread = background_thread(name)
@@ -82,7 +83,7 @@ class StepsAhead(Generic[S, P]):
         self._broken = True
         made = self._ahead.result()
         self._ahead = None if made.step is None else self._thread.submit(self._make)
-        self.position, self._broken = made.position, False
+        self.position, self._broken, self.ended = made.position, False, made.step is None
         return made.step
 
     def after(self, work: Callable[[], T]) -> T:
@@ -131,6 +132,11 @@ class StepIterator(Generic[S]):
     def __iter__(self) -> Self:
         """Itself."""
         return self
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last loop came to the end of the data."""
+        return self._steps.ended
 
     def state_dict(self) -> dict[str, Any]:
         """State after the last step that this loader *yielded*, also if the next one failed.

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.batch import WEIGHTS, PackedBatch
+from wlb.reading.documents import WEIGHTS
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.gradients import as_written, sum_gradients, unchanged, unwrapped
 from wlb.torch.lazy import dtensor, fsdp, local
 from wlb.torch.loss import token_normalized_loss

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
-from wlb.torch.data.batch import IGNORE, PackedBatch
+from wlb.reading.documents import IGNORE
+from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 import wlb
-from wlb.torch.data import documents as data
-from wlb.torch.data.batch import IGNORE
+from wlb.reading import documents as data
+from wlb.reading.documents import IGNORE
 from wlb.torch.data.forest import ForestBatch, collate_forest, paths_of
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks

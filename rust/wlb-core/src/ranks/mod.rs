@@ -20,5 +20,5 @@ pub use options::RankOptions;
 pub use plan::pack_for_ranks;
 pub use round::{Order, Oversize, RoundOptions, RoundPlan, RoundTogether, plan_round};
 pub(crate) use rounds::{heaviest_together, rows_to_ranks};
-pub(crate) use share_out::{Shared, share_out};
+pub(crate) use share_out::{Effort, Shared, share_out};
 pub use steps::{StepSamples, Steps};

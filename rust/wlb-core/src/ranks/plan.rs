@@ -20,7 +20,7 @@ use super::classes::Classes;
 use super::division::Division;
 use super::groups::{Placed, members};
 use super::options::RankOptions;
-use super::share_out::{STEPS, Shared, share_out};
+use super::share_out::{Effort, STEPS, Shared, share_out};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
@@ -173,7 +173,7 @@ impl<'a> Batch<'a> {
             start: None,
         };
         batch.check_bundles()?;
-        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, false).is_none() {
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, Effort::Quick).is_none() {
             batch.division = Some(Division::equal(batch.shares(), options.dp_size())?);
         }
         Ok(batch)
@@ -367,9 +367,9 @@ impl<'a> Batch<'a> {
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
         // or if micro-batches are full. Then plans that share out to ranks first are tried, too. A thorough search
         // makes ranks more even, and sometimes so full that their documents find no room.
-        for thorough in [false, true] {
+        for effort in [Effort::Quick, Effort::Thorough, Effort::Tightest] {
             if plans.iter().all(|&(.., step)| step > most) {
-                let others = self.by_rank(&targets, mean, thorough);
+                let others = self.by_rank(&targets, mean, effort);
                 plans.extend(others.map(|(bins, ranks)| self.levelled(bins, ranks, mean)));
             }
         }
@@ -477,7 +477,7 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize, close: f64, thorough: bool) -> Option<Bins<'_>> {
+    fn shared_out(&self, rounds: usize, close: f64, effort: Effort) -> Option<Bins<'_>> {
         let shared = Shared {
             ranks: self.options.dp_size(),
             tokens: self.limits.tokens * rounds as i64,
@@ -485,14 +485,14 @@ impl<'a> Batch<'a> {
             equal_documents: self.options.equal_documents,
             division: self.division.as_ref(),
             close,
-            thorough,
+            effort,
         };
         share_out(self.shares(), &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    fn by_rank(&self, targets: &[f64], mean: f64, thorough: bool) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, thorough)?;
+    fn by_rank(&self, targets: &[f64], mean: f64, effort: Effort) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, effort)?;
         if !self.classes.is_one() {
             let held: Vec<Vec<u32>> = on_ranks.contents.iter().map(|held| self.items_of(held)).collect();
             return self.ranks_apart(&held, targets.len());

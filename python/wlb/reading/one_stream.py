@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
 
 from wlb._errors import error
-from wlb.torch.data.content import SplitPrompts
-from wlb.torch.data.documents import Document, as_arrays
-from wlb.torch.data.given_costs import cost_row
-from wlb.torch.data.rows import RowReader, num_documents
-from wlb.torch.data.state import field
+from wlb.reading.documents import Document, as_arrays
+from wlb.reading.given_costs import cost_row
+from wlb.reading.rows import RowReader, num_documents
+from wlb.reading.split_prompts import SplitPrompts
+from wlb.reading.state import field
 
 _END = object()
 
@@ -50,8 +49,8 @@ def restores_itself(stream: Any) -> bool:
     if not all(hasattr(stream, f"{verb}state_dict") for verb in ("", "load_")):
         return False
     dataset = getattr(stream, "dataset", None)
-    skips = isinstance(dataset, IterableDataset) and not hasattr(dataset, "state_dict")
-    if skips and type(stream).__name__ == "StatefulDataLoader":
+    skips = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)
+    if skips and type(stream).__name__ == "StatefulDataLoader" and not hasattr(dataset, "state_dict"):
         return False
     try:
         inspect.signature(stream.state_dict).bind()
@@ -105,20 +104,27 @@ class OneStream:
         self._saved: Any = None
         self.ended = False
 
-    def read(self, tokens: int, number: int) -> list[ReadDocument]:
+    def read(self, tokens: int, argument: str) -> list[ReadDocument]:
         """Documents until the stream's share is used up; if one is longer, later shares are smaller."""
         self._credit += 0 if self.ended else tokens
         if self.ended or self._credit <= 0:
             return []  # leave it closed: a stream that was just opened does not know its position yet
+        return self._rows_while(lambda: self._credit > 0, argument)
+
+    def again(self, end: int, argument: str) -> list[ReadDocument]:
+        """Documents up to number `end`, which were read before the stream was restored; fewer if it ends before."""
+        return self._rows_while(lambda: self._read < end, argument)
+
+    def _rows_while(self, wanted: Callable[[], bool], argument: str) -> list[ReadDocument]:
         if self._iterator is None:
             self._iterator = self._open()
         documents: list[ReadDocument] = []
-        while self._credit > 0:
+        while wanted():
             row = next(self._iterator, _END)
             if row is _END:
                 self.ended = True
                 break
-            documents += self._documents_of(row, f"streams[{number}]")
+            documents += self._documents_of(row, argument)
         # A stream knows its position only after a row was read, which is so here.
         if restores_itself(self._documents):
             self._saved = copy.deepcopy(self._documents.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -172,6 +173,11 @@ class Snapshot:
     def state(self) -> dict[str, Any]:
         """Plain JSON values; the caller's own."""
         return copy.deepcopy(self._written)
+
+    @property
+    def text(self) -> str:
+        """The state as JSON."""
+        return json.dumps(self._written)
 
     def __repr__(self) -> str:
         return f"Snapshot(digest={self.digest[:8]!r})"

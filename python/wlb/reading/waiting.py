@@ -14,9 +14,9 @@ import wlb
 from wlb._errors import error
 from wlb._seal import Hashed
 from wlb.filling import Offer
-from wlb.torch.data.documents import Document, Layout, as_bits, cut, num_rows, of_bits
-from wlb.torch.data.given_costs import cost_row
-from wlb.torch.data.state import field
+from wlb.reading.documents import Document, Layout, as_bits, cut, num_rows, of_bits
+from wlb.reading.given_costs import cost_row
+from wlb.reading.state import field
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.torch.data.sidecar import Facts, Sidecar
+from wlb.reading.sidecar import Facts, Sidecar
 
 _CHUNK = 1 << 18  # lengths that are checked at a time, so that they fit into a cache
 
@@ -52,6 +52,17 @@ class Corpus:
         if facts["shortest"] < 1 or (longest is not None and facts["longest"] > longest):
             raise _refused(array, longest)
         return cls(array, facts["tokens"], facts["longest"], facts["fingerprint"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the file again, instead of a copy of all lengths for each.
+        sidecar = Sidecar.of(self.lengths)
+        return vars(self) if sidecar is None else {**vars(self), "lengths": sidecar.place}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["lengths"], tuple):
+            path, dtype, offset, shape = state["lengths"]
+            state = {**state, "lengths": np.memmap(path, dtype, "r", offset, shape)}
+        vars(self).update(state)
 
     def longer_than(self, tokens: int) -> NDArray[np.int64]:
         """int64 [documents]: numbers of the documents with more tokens."""

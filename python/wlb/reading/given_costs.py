@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.data.sidecar import Facts, Sidecar
+from wlb.reading.sidecar import Facts, Sidecar
 
 Floats = NDArray[np.float64]
 _CHUNK = 1 << 18  # numbers checked at a time

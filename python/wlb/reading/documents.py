@@ -6,17 +6,23 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 import wlb
 from wlb._errors import error
 from wlb._shown import explained
-from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
+
+IGNORE: Final = -100
+"""The label of a token that predicts nothing; `torch.nn.functional.cross_entropy` ignores it by default."""
+
+WEIGHTS: Final = "loss_weights"
+"""The column of weights of losses, float [tokens]."""
+
+AHEAD: Final = "labels_ahead"
+"""The column of labels two and more ahead, int64 [k - 1, tokens]."""
 
 
 class Piece(NamedTuple):
@@ -102,12 +108,10 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
     """
     if tokens is None:
         raise nothing(argument, index)
-    if isinstance(tokens, Tensor):
-        tokens = _on_host(tokens)
-    elif isinstance(tokens, (bytes, bytearray, memoryview)):
+    if isinstance(tokens, (bytes, bytearray, memoryview)):
         tokens = np.frombuffer(tokens, np.uint8)
     try:
-        array = np.asarray(tokens)
+        array = as_numpy(tokens)
     except ValueError as cause:
         raise error(argument, f"is no sequence of token ids: {cause}", index=index) from None
     if array.ndim != 1:
@@ -148,10 +152,8 @@ def column_array(values: Any, num_tokens: int, argument: str, name: str, index: 
     Raises:
         wlb.WlbError: They are no numbers, or not as many as tokens.
     """
-    if isinstance(values, Tensor):
-        values = _on_host(values)
     try:
-        array = np.asarray(values)
+        array = as_numpy(values)
     except ValueError as cause:
         raise error(argument, f"has {name} that are no array: {cause}", index=index, value=name) from None
     if array.dtype.kind not in "biuf":
@@ -166,10 +168,12 @@ def column_array(values: Any, num_tokens: int, argument: str, name: str, index: 
     return array.astype(np.int64, copy=False)
 
 
-def _on_host(values: Tensor) -> NDArray[Any]:
-    values = values.detach().cpu()
-    array: NDArray[Any] = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-    return array
+def as_numpy(values: Any) -> NDArray[Any]:
+    """An array of anything that numpy takes, or of a tensor of torch on any device, which is not imported for it."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+        values = (values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy()  # numpy has no bfloat16
+    return np.asarray(values)
 
 
 def not_as_many(labels: int, tokens: int, argument: str, index: int) -> wlb.WlbError:

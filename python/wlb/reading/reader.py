@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as field_of
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.filling import Offer, next_packing, next_turns
+from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing, next_turns, warn_of_long
 from wlb.ledger import waiting_pieces
-from wlb.torch.data.corpus import Corpus
-from wlb.torch.data.given_costs import CorpusCosts
-from wlb.torch.data.permutation import Permutation
-from wlb.torch.data.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
+from wlb.reading.corpus import Corpus
+from wlb.reading.documents import Piece
+from wlb.reading.given_costs import CorpusCosts, check_given
+from wlb.reading.permutation import Permutation
+from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"
 VERSION: Final = 2
@@ -224,6 +225,50 @@ class StepReader:
         self.epoch = 0
         self.step = 0
 
+    @classmethod
+    def over(
+        cls,
+        lengths: ArrayLike,
+        packer: wlb.Packer,
+        *,
+        tokens_per_batch: int | None,
+        min_step_tokens: int | None,
+        shuffle: bool,
+        seed: int,
+        num_epochs: int,
+        max_early: int,
+        costs: ArrayLike | Callable[[int], Any] | None,
+    ) -> StepReader:
+        """Begins with documents of these lengths. The arguments are those of `wlb.torch.BalancedBatchSampler`.
+
+        Raises:
+            wlb.WlbError: An argument is invalid; a document is too long for the packer.
+        """
+        check_integer("num_epochs", num_epochs, minimum=1)
+        check_max_early(max_early, packer)
+        check_integer("seed", seed, minimum=-(2**63))
+        if packer.pending:
+            raise error("packer", f"holds {packer.pending} documents; give one that is new", value=packer.pending)
+        tokens_per_batch = batch_tokens(packer, tokens_per_batch)
+        check_given(costs, packer)
+        limit = packer.max_document_tokens
+        corpus = Corpus.of(lengths, longest=limit if packer.oversize == "error" else None)
+        order = ReadingOrder(
+            corpus=corpus,
+            tokens_per_batch=tokens_per_batch,
+            min_step_tokens=least_tokens(packer, tokens_per_batch, min_step_tokens),
+            shuffle=bool(shuffle),
+            seed=int(seed),
+            num_epochs=num_epochs,
+            oversize=packer.oversize,
+            limit=limit,
+            max_early=max_early,
+            costs=None if costs is None else CorpusCosts(costs, packer, corpus.lengths),
+        )
+        if packer.oversize == "split":
+            warn_of_long("the longest document", corpus.longest, tokens_per_batch)
+        return cls(order, packer)
+
     @property
     def packer(self) -> wlb.Packer:
         """A packer with the configuration, without documents."""
@@ -299,6 +344,20 @@ class StepReader:
     def documents(self, micro_batch: wlb.MicroBatch) -> NDArray[np.int64]:
         """int64 [pieces]: which document of the corpus each piece is from."""
         return micro_batch.document_ids % self._order.corpus.lengths.size
+
+    @property
+    def lengths(self) -> NDArray[Any]:
+        """Int [documents], tokens of each."""
+        return self._order.corpus.lengths
+
+    def elements(self, micro_batch: wlb.MicroBatch) -> list[int | Piece]:
+        """Numbers of documents of the corpus, or pieces of them, that make a micro-batch of a plan."""
+        documents = self.documents(micro_batch)
+        whole = np.asarray(self.lengths[documents]) == micro_batch.lengths
+        rows = zip(
+            documents.tolist(), micro_batch.starts.tolist(), micro_batch.lengths.tolist(), whole.tolist(), strict=True
+        )
+        return [number if is_whole else Piece(number, start, length) for number, start, length, is_whole in rows]
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the beginning of `epoch` with the waiting documents. Nothing happens if it is the present one.

@@ -9,14 +9,23 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 import wlb
 from wlb._errors import check_integer, error
 from wlb._rows import MASKS, WITHOUT_EFFECT, advice
 from wlb._shown import explained
-from wlb.torch.data.batch import AHEAD, IGNORE, WEIGHTS
-from wlb.torch.data.documents import Document, as_arrays, column_array, label_array, token_array, tokens_of
+from wlb.reading.documents import (
+    AHEAD,
+    IGNORE,
+    WEIGHTS,
+    Document,
+    as_arrays,
+    as_numpy,
+    column_array,
+    label_array,
+    token_array,
+    tokens_of,
+)
 
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
@@ -298,13 +307,9 @@ class _Row:
         """
         if "attention_mask" not in self._given:
             return slice(None)
-        value = self._given["attention_mask"]
-        if not isinstance(value, Tensor):
-            value = np.asarray(value)
+        value = as_numpy(self._given["attention_mask"])
         if value.ndim != 1 or len(value) != self._tokens.size:
-            message = (
-                f"has an attention_mask of shape {tuple(value.shape)} for {self._tokens.size} tokens: wlb packs, and "
-            )
+            message = f"has an attention_mask of shape {value.shape} for {self._tokens.size} tokens: wlb packs, and "
             raise self._error(message + "wants one document in a row, with a mask [tokens]", "attention_mask")
         mask = self._mask("attention_mask")
         if mask.all():
@@ -357,8 +362,7 @@ class _Row:
         Raises:
             wlb.WlbError: It does not.
         """
-        value = self._given[name]
-        values = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+        values = as_numpy(self._given[name])
         if name.startswith("cu_seq_lens"):
             single = values.shape == (2,) and values[0] == 0
         else:

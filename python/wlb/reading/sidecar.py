@@ -47,6 +47,7 @@ class Sidecar:
     """
 
     def __init__(self, path: Path, array: NDArray[Any], offset: int, use: str = "") -> None:
+        self.offset = offset
         self._path = path.with_name(f"{path.name}.wlb.json")
         self._mapped = path
         self._array = array
@@ -67,6 +68,11 @@ class Sidecar:
             return None
         inside = array.__array_interface__["data"][0] - mapped.__array_interface__["data"][0]
         return cls(Path(mapped.filename), array, mapped.offset + inside, use)
+
+    @property
+    def place(self) -> tuple[str, str, int, tuple[int, ...]]:
+        """File, type, offset in bytes and shape of the array, to map it again in another process."""
+        return str(self._mapped), self._array.dtype.str, self.offset, self._array.shape
 
     def facts(self, find: Callable[[], Facts]) -> Facts:
         """Facts of the sidecar; if there are none, those that `find` returns, which are then written.

@@ -1,0 +1,1 @@
+"""Reads documents for steps: rows, orders, positions, states. Needs numpy alone, for loaders of torch and of others."""
