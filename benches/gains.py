@@ -153,7 +153,7 @@ def measured(paths: list[Path]) -> Iterator[Row]:
     """A row for each case and corpus."""
     for case, path in itertools.product(CASES, paths):
         entry, stream = ENTRIES[case.trainer], documents(read_lengths(path), case)
-        tuned = tune_loader(stream, case.scenario(), meets=entry.meets, dynamic=entry.dynamic)
+        tuned = tune_loader(stream, case.scenario(), dynamic=entry.dynamic)
         best = tuned.best.summary(tuned.baseline)
         row = {"who": case.who, "setting": case.setting, "call": case.call, "corpus": path.stem}
         row |= {name: best[name] for name in ("kind", "speedup", "speedup_band", "max_tokens", "delay_mean")}

@@ -22,6 +22,7 @@ FILES = {
         "_choices.py",
         "_core.pyi",
         "_errors.py",
+        "_named.py",
         "_rows.py",
         "_seal.py",
         "_shown.py",

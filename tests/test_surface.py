@@ -106,6 +106,7 @@ CHOICES = {
     "STRATEGIES": "Strategy",
     "STREAM_METHODS": "StreamMethod",
     "SYNCS": "Sync",
+    "TOGETHER": "Together",
     "UNITS": "Unit",
 }
 

@@ -16,7 +16,7 @@ The same lengths give the same plan, byte for byte, on every rank. Only numpy is
 
 from typing import TYPE_CHECKING
 
-from wlb import _arrays, _core, _shown, profiles
+from wlb import _arrays, _core, _named, _shown, profiles
 from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
@@ -86,6 +86,7 @@ else:  # a type checker would take any name for one of the package
 
 # The engine imports no Python modules and reads no files, so Python gives it the functions that it calls.
 _core.hand_down(_arrays.integers, _arrays.floats, profiles.read, _shown.summary, _shown.to_pandas, _shown.html)
+_core.hand_down(_named.refuse_unknown)
 
 __all__ = [
     "BUILD_PROFILE",
@@ -129,3 +130,5 @@ __all__ = [
     "split_documents",
     "tune",
 ]
+
+globals().update(_named.name_options([getattr(_core, name) for name in __all__ if hasattr(_core, name)]))

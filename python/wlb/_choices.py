@@ -14,4 +14,5 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "inter
 Strategy = Literal["auto", "per_sequence", "per_document", "hybrid", "contiguous", "adaptive"]
 StreamMethod = Literal["var_length", "refined"]
 Sync = Literal["step", "micro_batch"]
+Together = Literal["rank", "micro_batch"]
 Unit = Literal["seconds", "flops"]

@@ -18,6 +18,7 @@ from wlb._choices import (
     Strategy,
     StreamMethod,
     Sync,
+    Together,
     Unit,
 )
 from wlb._results import Bounds, CostFit, DynamicCpPlan, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
@@ -48,6 +49,7 @@ __all__ = [
     "STRATEGIES",
     "STREAM_METHODS",
     "SYNCS",
+    "TOGETHER",
     "UNITS",
     "BacklogWarning",
     "CostModel",
@@ -112,6 +114,7 @@ SCHEDULES: tuple[Schedule, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
 SYNCS: tuple[Sync, ...]
+TOGETHER: tuple[Together, ...]
 UNITS: tuple[Unit, ...]
 
 def result(cls: type[_Result]) -> type[_Result]: ...
@@ -663,6 +666,7 @@ def pack_forest(
     equal_documents: bool = False,
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
+    cp_size: int = 1,
 ) -> ForestPlan:
     """Packs the samples of a forest into micro-batches, each of which computes a shared token once.
 
@@ -685,8 +689,10 @@ def pack_forest(
         equal_documents: with ``dp_size``, all ranks get equally many samples (they differ by at most one). Groups whose
             sizes do not allow that are refused.
         max_documents: most samples of a micro-batch.
-        multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
-            padding.
+        multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+            tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+            cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding.
+        cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
 
     Returns:
         ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. If nothing is
@@ -1020,9 +1026,11 @@ def pack(
     dp_size: int | None = None,
     sync: Sync | None = None,
     groups: ArrayLike | None = None,
+    together: Together = "rank",
     equal_documents: bool = False,
     max_documents: int | None = None,
     multiple_of_tokens: int = 1,
+    cp_size: int = 1,
     token_buckets: ArrayLike | None = None,
     leftover: Leftover = "error",
 ) -> Packing:
@@ -1060,15 +1068,23 @@ def pack(
             Megatron. Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch":
             in every micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the
             sums of ranks second.
-        groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+        groups: int[n]: documents with the same number stay together, as ``together`` says.
+        together: "rank": a group stays on one of ``dp_size`` ranks (the rollouts of one prompt, whose rewards are
+            compared). "micro_batch": a group stays in one micro-batch, with or without ``dp_size``, and is never cut:
+            examples whose loss needs several documents at once (the pairs of DPO and of reward models). A group over
+            ``max_tokens`` or ``max_documents`` is then refused.
         equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
             whose sizes do not allow that are refused.
         max_documents: most documents of a micro-batch.
-        multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
-            ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
-            ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
-        token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
-            captured once for each size. ``max_tokens`` counts the padding, as above.
+        multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+            tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+            cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding: the plan's
+            ``max_tokens`` is the largest such multiple within it. ``padded_tokens`` has the padded sizes; whoever makes
+            the tensors adds the padding (``wlb.torch.collate``).
+        cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
+        token_buckets: int[b], ascending: the only sizes of padded micro-batches (of all their ranks together), for
+            steps that are compiled or captured once for each size. ``max_tokens`` counts the padding, as above. Each is
+            a multiple of ``multiple_of_tokens * cp_size``, unless ``multiple_of_tokens`` is 1.
         leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
             then in no micro-batch and are not trained unless you pass them again.
 
@@ -1079,8 +1095,9 @@ def pack(
         WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
             whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
             columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
-            ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
-            not fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
+            ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it; a group that
+            stays in one micro-batch and is larger than it may be (the message names the group). If documents do not
+            fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
             methods that cut documents).
 
     O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
@@ -1165,9 +1182,12 @@ class Packer:
             other micro-batches of a rank make up for a heavy one. Needs ``dp_size``.
         max_documents: most documents of a micro-batch. ``room``, ``admits`` and ``bounds`` then count each document as
             at least ``max_tokens / max_documents`` tokens, since it takes that share of a micro-batch.
-        multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
-            padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
-            the padding.
+        multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+            tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+            cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding.
+            ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=, cp_size=)`` adds the
+            padding.
+        cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
         token_buckets: int[b], ascending: the only sizes of padded micro-batches.
         max_step_cost: for the adaptive rule: most work of a step, as a multiple of an average step's. Documents that
             wait together are trained together, so without a bound the largest step can have several times the average
@@ -1217,6 +1237,7 @@ class Packer:
         sync: Sync | None = None,
         max_documents: int | None = None,
         multiple_of_tokens: int = 1,
+        cp_size: int = 1,
         token_buckets: Sequence[int] = (),
         max_step_cost: float | None = None,
         tokens_per_batch: int | None = None,
@@ -1459,7 +1480,10 @@ class Packer:
         """Most documents of a micro-batch; ``None``: any number."""
     @property
     def multiple_of_tokens(self) -> int:
-        """Micro-batches are padded to a multiple of this number of tokens."""
+        """The part of each of ``cp_size`` ranks in a micro-batch is padded to a multiple of this number of tokens."""
+    @property
+    def cp_size(self) -> int:
+        """Context-parallel ranks that share a micro-batch, as given; 1 if nothing is padded."""
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """The only sizes of padded micro-batches, ascending; empty: any multiple."""
@@ -1535,7 +1559,7 @@ class Packer:
             allow_config_change: go on although another argument of the saved packer differs, such as the cost model,
                 thresholds or ``max_tokens``. Waiting documents are sorted into the new queues; those that belong to
                 none are carried over. ``bounds`` says how long they wait. Another ``num_micro_batches``, ``dp_size``,
-                ``multiple_of_tokens`` or ``tokens_per_batch`` needs no permission.
+                ``multiple_of_tokens``, ``cp_size`` or ``tokens_per_batch`` needs no permission.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
@@ -1633,8 +1657,12 @@ def tune(
         TunedPoint(thresholds=[4539], imbalance_mean=1.0667, delay_mean=0.341, delay_max=4)
     """
 
-def padded_tokens(tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
-def most_tokens(max_tokens: int, *, multiple_of_tokens: int = 1, token_buckets: ArrayLike | None = None) -> int: ...
+def padded_tokens(
+    tokens: int, *, multiple_of_tokens: int = 1, cp_size: int = 1, token_buckets: ArrayLike | None = None
+) -> int: ...
+def most_tokens(
+    max_tokens: int, *, multiple_of_tokens: int = 1, cp_size: int = 1, token_buckets: ArrayLike | None = None
+) -> int: ...
 def batch_offsets(lengths: ArrayLike, *, tokens_per_batch: int) -> NDArray[np.int64]:
     """Cuts a stream of documents into global batches: each takes as many whole documents as fit, at least one.
 

@@ -127,7 +127,7 @@ class Settings:
         micro_batches: micro-batches of a global batch, over all ranks.
         memory_factor: most tokens of a micro-batch, over the context.
         max_documents: most documents of a micro-batch; with dynamic_cp, of a group.
-        multiple_of_tokens: micro-batches run padded to a multiple of it; with dynamic_cp, a rank's part of them.
+        multiple_of_tokens: each context-parallel rank's part of a micro-batch runs padded to a multiple of it.
         token_bucket: or to one of these sizes only, ascending; one option for each.
         finer: so many times as many micro-batches of the same global batch, where documents stay whole.
         release: which documents wait: in queues by thresholds (fifo), or for as long as it pays (adaptive).
@@ -426,7 +426,7 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
     if settings.sync is not None:
         limits |= {"dp_size": readers.size(), "sync": settings.sync}
     if not dynamic:
-        limits |= sizes
+        limits |= {**sizes, "cp_size": mesh["cp"].size()}
     waiting = what_waits(settings, dataset, limits)
     sampler = BalancedBatchSampler(
         dataset.lengths,
@@ -477,7 +477,8 @@ def what_waits(settings: Settings, dataset: Any, limits: dict[str, Any]) -> dict
     """Arguments of the packer that say which documents it holds: as they were given, or tuned on the corpus."""
     pieces = wlb.split_documents(dataset.lengths, max_document_tokens=settings.context)[2]
     tuned = {**limits, "max_tokens": wlb.Packer(**limits).max_tokens}  # the largest size within it
-    tuned = {name: value for name, value in tuned.items() if name not in ("multiple_of_tokens", "token_buckets")}
+    shape = ("multiple_of_tokens", "cp_size", "token_buckets")
+    tuned = {name: value for name, value in tuned.items() if name not in shape}
     if settings.release == "adaptive":
         price = settings.delay_price
         if settings.max_mean_delay is not None:

@@ -108,12 +108,15 @@ def any_options(rng: np.random.Generator, documents: int, max_tokens: int) -> di
         options |= {"dp_size": int(rng.integers(1, 6)), "sync": str(rng.choice(["step", "micro_batch"]))}
         if rng.random() < 0.4:
             options["groups"] = rng.integers(0, max(documents // 2, 1), documents)
+            options["together"] = str(rng.choice(["rank", "rank", "micro_batch"]))
         options["equal_documents"] = rng.random() < 0.3
     if rng.random() < 0.3:
         options["max_documents"] = int(rng.integers(1, 8))
     multiple = int(rng.integers(1, 9)) if rng.random() < 0.5 else 1
-    buckets = {int(size) // multiple * multiple for size in rng.integers(1, max_tokens + 5, rng.integers(4))} - {0}
-    return options | {"multiple_of_tokens": multiple, "token_buckets": sorted(buckets)}
+    cp_size = int(rng.integers(1, 4))
+    each = multiple * cp_size if multiple > 1 else 1
+    buckets = {int(size) // each * each for size in rng.integers(1, max_tokens + 5, rng.integers(4))} - {0}
+    return options | {"multiple_of_tokens": multiple, "cp_size": cp_size, "token_buckets": sorted(buckets)}
 
 
 def test_batches_with_every_option_keep_what_they_promise() -> None:
@@ -133,21 +136,90 @@ def test_batches_with_every_option_keep_what_they_promise() -> None:
         padded, tokens = packing.padded_tokens, [int(lengths[ids].sum()) for ids in held]
         assert sorted(np.concatenate(held).tolist()) == list(range(lengths.size)), options
         assert ((tokens <= padded) & (padded <= max_tokens)).all(), options
-        assert not (padded % options["multiple_of_tokens"]).any(), options
+        for size in padded.tolist():
+            of_ranks = wlb.shard([size] if size else [], cp_size=options["cp_size"]).tokens_per_rank
+            assert not (of_ranks % options["multiple_of_tokens"]).any(), options
         assert not options["token_buckets"] or set(padded.tolist()) <= {0, *options["token_buckets"]}, options
         assert max(map(len, held)) <= options.get("max_documents", lengths.size), options
         if "dp_size" not in options:
             continue
         of_ranks = [[held[index] for index in row] for row in packing.deal(options["dp_size"])]
         assert len({len(row) for row in of_ranks}) == 1, options
-        assert all(all(map(len, row)) or sum(map(len, row)) < len(row) for row in of_ranks), options
+        stays = options["groups"] if options.get("together") == "micro_batch" else np.arange(lengths.size)
+        items = [len({stays[id] for ids in row for id in ids}) for row in of_ranks]
+        assert all(all(map(len, row)) or count < len(row) for row, count in zip(of_ranks, items, strict=True)), options
         if "groups" in options:
-            groups = [{int(options["groups"][id]) for ids in row for id in ids} for row in of_ranks]
+            whole = of_ranks if options["together"] == "rank" else [[ids] for ids in held]
+            groups = [{int(options["groups"][id]) for ids in row for id in ids} for row in whole]
             assert sum(map(len, groups)) == len(set().union(*groups)), options
         if options["equal_documents"]:
             counts = [sum(map(len, row)) for row in of_ranks]
             assert max(counts) - min(counts) <= 1, options
     assert planned > cases / 2
+
+
+def test_a_group_stays_on_a_rank_or_in_a_micro_batch() -> None:
+    """Pairs of DPO, whose loss needs both: in one micro-batch, with and without ranks."""
+    pairs: dict[str, Any] = {"max_tokens": 100, "cost_model": COST, "groups": [0, 0, 1, 1]}
+    lengths = [10, 10, 10, 90]
+
+    def held(**options: Any) -> list[list[int]]:
+        packing = wlb.pack(lengths, num_micro_batches=None, **pairs, **options)
+        return sorted(batch.document_ids.tolist() for batch in packing)
+
+    assert held(dp_size=1) == [[0, 1, 2], [3]]
+    for ranks in ({}, {"dp_size": 1}, {"dp_size": 2}, {"dp_size": 2, "equal_documents": True}):
+        assert held(**ranks, together="micro_batch") == [[0, 1], [2, 3]]
+    with pytest.raises(
+        wlb.WlbError, match=r"groups\[2\] = 7: the 100 tokens of this group exceed max_tokens = 99"
+    ) as tokens:
+        wlb.pack(
+            lengths,
+            num_micro_batches=None,
+            **pairs | {"max_tokens": 99, "groups": [0, 0, 7, 7]},
+            together="micro_batch",
+        )
+    assert (tokens.value.argument, tokens.value.index, tokens.value.value) == ("groups", 2, 7)
+    padded = (
+        r"exceed 96 tokens, the largest multiple of multiple_of_tokens = 32 within max_tokens = 100; .*raise max_tok"
+    )
+    with pytest.raises(wlb.WlbError, match=padded):
+        held(together="micro_batch", multiple_of_tokens=32)
+    with pytest.raises(wlb.WlbError, match=r"groups\[0\] = 0: the 2 documents of this group exceed max_documents = 1"):
+        held(together="micro_batch", max_documents=1)
+    with pytest.raises(wlb.WlbError, match=r"together: .* needs groups"):
+        wlb.pack(lengths, num_micro_batches=None, max_tokens=100, cost_model=COST, together="micro_batch")
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_equal_numbers_of_groups_of_unequal_sizes_are_found(sync: Any) -> None:
+    """6 + 5 + 1 = 3 + 4 + 5; a greedy rule does not see it."""
+    sizes = [6, 3, 4, 1, 5, 5]
+    groups = np.repeat(np.arange(6), sizes)
+    options: dict[str, Any] = {"max_tokens": 100, "cost_model": COST, "groups": groups, "equal_documents": True}
+    for further in ({}, {"max_documents": 6}, {"multiple_of": 6}, {"together": "micro_batch", "max_documents": 6}):
+        packing = wlb.pack([9] * 24, num_micro_batches=None, dp_size=2, sync=sync, **options, **further)
+        of_ranks = [np.concatenate([packing[index].document_ids for index in row]) for row in packing.deal(2)]
+        assert [ids.size for ids in of_ranks] == [12, 12]
+        assert sum(len(set(groups[ids])) for ids in of_ranks) == 6
+    with pytest.raises(wlb.WlbError, match="no division of groups of these sizes"):
+        wlb.pack([9] * 24, num_micro_batches=None, dp_size=5, **options)
+
+
+def test_a_search_for_equal_numbers_that_does_not_end_says_so() -> None:
+    """Groups of 5k + 1 documents: 41 on 8 ranks never have equal sums, which no bound tells."""
+    sizes = [5 * k + 1 for k in range(1, 41)]
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    with pytest.raises(wlb.WlbError, match="nor a proof that there is none, in 4194304 steps"):
+        wlb.pack(
+            [1] * groups.size,
+            num_micro_batches=None,
+            max_tokens=10**6,
+            cost_model=COST,
+            dp_size=7,
+            groups=groups,
+            equal_documents=True,
+        )
 
 
 def test_padding_counts_against_max_tokens() -> None:
@@ -158,6 +230,17 @@ def test_padding_counts_against_max_tokens() -> None:
     packing = wlb.pack(LENGTHS, **arguments, multiple_of_tokens=2, token_buckets=[60, 92, 120])
     assert packing.max_tokens == 92
     assert packing.padded_tokens.tolist() == [60 if tokens <= 60 else 92 for tokens in packing.tokens.tolist()]
+    packing = wlb.pack(LENGTHS, **arguments, multiple_of_tokens=8, cp_size=3)
+    assert packing.max_tokens == 96
+    assert packing.padded_tokens.tolist() == [-(-tokens // 24) * 24 for tokens in packing.tokens.tolist()]
+    with pytest.raises(
+        wlb.WlbError, match=r"token_buckets\[0\] = 48: must be a multiple of multiple_of_tokens \* cp_size"
+    ):
+        wlb.pack(LENGTHS, **arguments, multiple_of_tokens=8, cp_size=4, token_buckets=[48])
+    with pytest.raises(wlb.WlbError, match="the largest multiple of multiple_of_tokens = 16 on each of 3 ranks within"):
+        wlb.pack([97], **arguments, multiple_of_tokens=16, cp_size=3)
+    with pytest.raises(wlb.WlbError, match="cp_size = 0"):
+        wlb.pack(LENGTHS, **arguments, cp_size=0)
 
 
 @pytest.mark.parametrize("way", [{}, {"num_micro_batches": None}, {"dp_size": 2}], ids=str)

@@ -5,6 +5,7 @@ Wrong types, and sizes that no function takes, are in test_input.py.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +110,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, Any, Any]] = [
     (pack, {"cost_model": COST, "token_buckets": [128]}, "max_tokens", None, 100),
     (deal, {"sync": "step"}, "sync", None, None),
     (deal, {"groups": [1, 1, 2, 2]}, "groups", None, None),
+    (deal, {"dp_size": 2, "together": "half"}, "together", None, "half"),
+    (deal, {"dp_size": 2, "together": "micro_batch"}, "together", None, None),
+    (deal, {"groups": [1, 2, 3, 3], "together": "micro_batch"}, "groups", 2, 3),
+    (deal, {"cp_size": 0}, "cp_size", None, 0),
     (deal, {"equal_documents": True}, "equal_documents", None, None),
     (deal, {"dp_size": 0}, "dp_size", None, 0),
     (deal, {"dp_size": -1}, "dp_size", None, -1),
@@ -266,3 +271,31 @@ def test_the_argument_its_index_and_its_value_are_named(
         function(**arguments)
     assert (caught.value.argument, caught.value.index) == (argument, index)
     np.testing.assert_equal(caught.value.value, value)
+
+
+ENGINE: Any = wlb  # whose types would refuse these calls
+CALLS: dict[str, tuple[Any, str]] = {
+    "pack": (lambda: ENGINE.pack([1], max_token=3), "max_tokens"),
+    "shard": (lambda: ENGINE.shard([1], cp_sise=2), "cp_size"),
+    "plan_dynamic_cp": (lambda: ENGINE.plan_dynamic_cp([1], word_size=2), "world_size"),
+    "from_flops": (lambda: ENGINE.CostModel.from_flops(hiden_size=2), "hidden_size"),
+    "from_tokens": (lambda: ENGINE.PrefixForest.from_tokens([1], [0, 1], group=[0]), "groups"),
+    "deal": (lambda: pack(cost_model=COST).deal(dp_sise=2), "dp_size"),
+    "push": (lambda: packer().push([1], id=[3]), "ids"),
+    "Packer": (lambda: packer(max_document=3), "max_documents"),
+    "CostModel": (lambda: ENGINE.CostModel(attention=1.0, linear=1.0, micro_bach=1.0), "micro_batch"),
+}
+
+
+@pytest.mark.parametrize("name", [*CALLS])
+def test_a_misspelt_option_is_answered_with_the_nearest(name: str) -> None:
+    call, nearest = CALLS[name]
+    with pytest.raises(TypeError, match=rf"got an unexpected keyword argument '\w+'; did you mean '{nearest}'\?$"):
+        call()
+
+
+def test_errors_of_types_stay_as_they_are() -> None:
+    with pytest.raises(TypeError, match=r"^pack\(\) missing 1 required positional argument: 'lengths'$"):
+        ENGINE.pack()
+    assert pickle.loads(pickle.dumps(ENGINE.pack)) is ENGINE.pack
+    assert pickle.loads(pickle.dumps(ENGINE.CostModel.from_flops)) is ENGINE.CostModel.from_flops

@@ -98,9 +98,9 @@ def check_step(ranks: list[dict[str, Any]]) -> list[int]:
             assert (found["first"], found["size"]) == (group.first_rank, group.cp_size)
             assert found["rank"] == rank - group.first_rank
             assert group.lengths.tolist() == LENGTHS[found["ids"]].tolist()
-            # Of a group's tokens together.
+            # Buckets are of all tokens of a group, multiples of each rank.
             sizes = {
-                "multiple_of_tokens": plan.multiple_of_tokens * group.cp_size,
+                "multiple_of_tokens": plan.multiple_of_tokens,
                 "token_buckets": [size * group.cp_size for size in plan.token_buckets],
                 "max_documents": plan.max_documents,
             }

@@ -77,7 +77,8 @@ def test_padding_is_a_document_that_nobody_learns(
     if "token_buckets" in sizes:
         size = 64 if total <= 64 else 400
     else:
-        size = -(-total // sizes.get("multiple_of_tokens", 1)) * sizes.get("multiple_of_tokens", 1)
+        multiple = sizes["multiple_of_tokens"] * cp_size if "multiple_of_tokens" in sizes else 1
+        size = -(-total // multiple) * multiple
     padding = size - total
     assert (batch.num_padding, batch.shard.num_tokens) == (padding, size)
     # Every rank has as many tokens, where context-parallel ranks divide the size.

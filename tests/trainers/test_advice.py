@@ -72,7 +72,7 @@ def advised(name: Any, model: Any, best: str, **given: Any) -> LoaderTuning:
         **given,
     )
     entry = ENTRIES[name]
-    tuned = tune_loader(LENGTHS, scenario, meets=entry.meets, dynamic=entry.dynamic)
+    tuned = tune_loader(LENGTHS, scenario, dynamic=entry.dynamic)
     return dataclasses.replace(tuned, best=next(choice for choice in tuned.tried if choice.kind == best))
 
 

@@ -21,6 +21,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import compile as titan_compile
 from torchtitan.distributed import fsdp as titan_fsdp
+from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
 from torchtitan.models.common.decoder import Decoder
@@ -34,6 +35,7 @@ from tests.trainers.small_corpus import CONTEXT, LENGTHS
 from wlb.integrations import versions
 from wlb.integrations.torchtitan import WlbDataLoader, balance, proof
 from wlb.integrations.torchtitan.costs import cost_of_model
+from wlb.integrations.torchtitan.trainer import _for_ranks
 from wlb.torch.data import BalancedBatchSampler, Piece
 
 STEPS = 20
@@ -362,6 +364,17 @@ def test_ranks_share_the_micro_batches_of_a_step() -> None:
     whole = rows_of(loader_config(), 8)
     shared = [row for rank in range(2) for row in rows_of(loader_config(micro_batches=2), 4, 2, rank)]
     assert sorted(row["input"].tolist() for row, _ in whole) == sorted(row["input"].tolist() for row, _ in shared)
+
+
+@pytest.mark.parametrize(
+    ("sharded", "stages", "given", "expected"),
+    [(1, 1, None, "step"), (4, 1, None, "micro_batch"), (4, 2, None, "step"), (4, 1, "step", "step")],
+)
+def test_plans_follow_fsdp(sharded: int, stages: int, given: Any, expected: str, tmp_path: Path) -> None:
+    """FSDP gathers parameters in every micro-batch, except in a pipeline, whose stages keep them for a step."""
+    ranks = ParallelDims(1, sharded, 1, 1, stages, 1, world_size=sharded * stages)
+    made = balance(titan.config(tmp_path), **sources(), sync=given, group=object())
+    assert _for_ranks(made, ranks).sync == expected
 
 
 def test_a_state_inside_a_step_is_refused() -> None:

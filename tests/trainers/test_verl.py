@@ -204,6 +204,23 @@ def test_plans_for_any_trainer() -> None:
     assert all(lengths[micro_batch].sum() <= 1000 for plan in plans for micro_batch in plan)
 
 
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_pairs_stay_in_one_micro_batch(sync: Any) -> None:
+    """As DPO and reward models need: what the refusals of their trainers advise."""
+    lengths, pairs = samples(), np.arange(96) // 2
+    cost = wlb.CostModel(attention=1, linear=1000)
+    options: dict[str, Any] = {"dp_size": 4, "cost_model": cost, "groups": pairs, "sync": sync}
+    plans = rl.plan(lengths, max_tokens=1000, together="micro_batch", equal_samples=True, **options)
+    held = [micro_batch for plan in plans for micro_batch in plan]
+    assert sorted(sample for micro_batch in held for sample in micro_batch) == list(range(96))
+    assert sum(len({int(pairs[sample]) for sample in micro_batch}) for micro_batch in held) == 48
+    assert all(lengths[micro_batch].sum() <= 1000 for micro_batch in held)
+    assert [sum(map(len, plan)) for plan in plans] == [24] * 4
+    longest = int(np.bincount(pairs, lengths).max())
+    with pytest.raises(wlb.WlbError, match=rf"the {longest} tokens of this group exceed max_tokens = {longest - 1};"):
+        rl.plan(lengths, max_tokens=longest - 1, together="micro_batch", **options)
+
+
 def test_errors_name_the_arguments_of_the_caller() -> None:
     cost = wlb.CostModel(attention=1.0, linear=1.0)
     with pytest.raises(wlb.WlbError, match=r"^equal_samples") as raised:

@@ -21,7 +21,9 @@ import numpy as np
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import DataLoader
 
 import wlb
@@ -84,7 +86,7 @@ class BalancedDataModule(LightningDataModule):
         verify: before the first step of a `fit`, prove with the module's own `training_step` that rows give the
             gradients of their documents alone (`wlb.torch.verify`). Takes some seconds.
         **loading: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `lengths`, `num_epochs` (as
-            the Trainer's `max_epochs`), ...
+            the Trainer's `max_epochs`), `sync` (by default "micro_batch" under FSDP), ...
 
     Raises:
         wlb.WlbError: an argument is invalid or unknown, or this version of Lightning is not supported. In `fit`:
@@ -242,7 +244,8 @@ class BalancedDataModule(LightningDataModule):
         if self._validation is None:
             return []
         trainer: Any = self.trainer
-        packer = replace(self._loading, max_delay=0).packer(4 * trainer.world_size, **self._limits)
+        loading, meet = replace(self._loading, max_delay=0), _ranks_meet(trainer.strategy)
+        packer = loading.packer(4 * trainer.world_size, ranks=trainer.world_size, meet=meet, **self._limits)
         columns, ahead = self._loading.columns, self._loading.labels_ahead
         documents = Documents(self._validation, columns=columns, labels_ahead=ahead, argument="validation")
         return _Validation(documents, self._loading.collate, packer, trainer, self._row)
@@ -260,7 +263,8 @@ class BalancedDataModule(LightningDataModule):
 
     def _sampler(self, rank: int, ranks: int) -> BalancedBatchSampler:
         limits = {**self._limits, "tokens_per_batch": self._tokens_per_batch}
-        packer = self._loading.packer(self._micro_batches(ranks), **limits)
+        meet = self.trainer is not None and _ranks_meet(self.trainer.strategy)
+        packer = self._loading.packer(self._micro_batches(ranks), ranks=ranks, meet=meet, **limits)
         return self._loading.sampler(self._lengths, packer, rank=rank, ranks=ranks)
 
 
@@ -536,6 +540,13 @@ def _check_strategy(strategy: Any) -> None:
         message = "is DeepSpeed's: its engine would divide the loss once more, and keeps gradients of its own, so that "
         message += "the first step cannot be proved; take DDP or FSDP"
         raise error("strategy", message, value=type(strategy).__name__)
+
+
+def _ranks_meet(strategy: Any) -> bool:
+    """Whether the ranks wait for each other in every micro-batch: each gathers parameters that FSDP has divided."""
+    if isinstance(strategy, FSDPStrategy):
+        return strategy.sharding_strategy != ShardingStrategy.NO_SHARD
+    return isinstance(strategy, ModelParallelStrategy)
 
 
 def _check_epochs(trainer: Any, needed: int) -> None:

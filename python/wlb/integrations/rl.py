@@ -16,7 +16,7 @@ import wlb
 from wlb._errors import renamed
 
 if TYPE_CHECKING:
-    from wlb._choices import Sync
+    from wlb._choices import Sync, Together
 
 __all__ = ["plan"]
 
@@ -30,6 +30,7 @@ def plan(
     costs: ArrayLike | None = None,
     sync: Sync = "step",
     groups: ArrayLike | None = None,
+    together: Together = "rank",
     equal_samples: bool = False,
     max_samples: int | None = None,
     num_micro_batches: int | Literal["fewest"] | None = None,
@@ -44,7 +45,9 @@ def plan(
         cost_model: what samples cost, by their lengths; or
         costs: float64[n], what each sample costs.
         sync: where ranks wait for each other: once a "step", or in every "micro_batch" (FSDP).
-        groups: int[n]: samples with the same number (those of one prompt) stay on one rank.
+        groups: int[n]: samples with the same number (those of one prompt, or of one pair) stay together.
+        together: where they do: on one "rank", or in one "micro_batch", for losses that need all of a group at once
+            (DPO, reward models).
         equal_samples: whether every rank has equally many samples; if `dp_size` does not divide them, they differ by
             one.
         max_samples: most samples of a micro-batch.
@@ -69,6 +72,7 @@ def plan(
             dp_size=dp_size,
             sync=sync,
             groups=groups,
+            together=together,
             equal_documents=equal_samples,
             max_documents=max_samples,
             multiple_of=multiple_of,

@@ -143,8 +143,9 @@ def _way_out(feature: Mapping[str, Any]) -> str:
     """Advice in the error for a document without `input_ids`."""
     if any(name.startswith(("chosen", "rejected", "completion_input_ids", "KL_")) for name in feature):
         return (
-            "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and a "
-            "packed row cannot keep them together. Plan their micro-batches with wlb.integrations.rl.plan(groups=)"
+            "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and this "
+            "trainer's packed rows do not keep them together. Plan micro-batches that do with "
+            'wlb.integrations.rl.plan(groups=, together="micro_batch")'
         )
     return f"{advice([*feature])}, or give it to a trainer that does"
 

@@ -97,7 +97,13 @@ class BalancedPackingConfig:
         loading = Loading(max_document_tokens=longest, oversize=self.oversize, max_delay=self.max_delay)
         count = self.micro_batches * policy.dp_world_size
         tokens = step_tokens(count * row) if self.tokens_per_batch is None else self.tokens_per_batch
-        packer = loading.packer(count, max_tokens=row, cost_model=self.cost_model, tokens_per_batch=tokens)
+        packer = loading.packer(
+            count,
+            ranks=policy.dp_world_size,
+            max_tokens=row,
+            cost_model=self.cost_model,
+            tokens_per_batch=tokens,
+        )
         order: dict[str, Any] = {}
         if indexed:
             order = {"shuffle": policy.shuffle, "seed": policy.seed, "num_epochs": FOREVER if policy.repeat else 1}

@@ -38,7 +38,6 @@ def tune_loader(
     lengths: ArrayLike,
     scenario: Scenario,
     *,
-    meets: bool = True,
     dynamic: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> LoaderTuning:
@@ -53,8 +52,6 @@ def tune_loader(
     Args:
         lengths: see `wlb_tools.simulation.tune`.
         scenario: see `wlb_tools.simulation.tune`.
-        meets: whether the loader can plan for ranks that meet in every micro-batch; otherwise it plans for ranks that
-            meet once a step, wherever they meet.
         dynamic: whether the trainer runs Dynamic-CP, in which no document waits.
         progress: see `wlb_tools.simulate`.
 
@@ -69,7 +66,7 @@ def tune_loader(
     of_loader = dataclasses.replace(
         scenario, cost_model=scenario.cost_model or scenario.model.cost_model(), max_delay=most
     )
-    settings = list(_settings(of_loader, meets=meets, dynamic=dynamic))
+    settings = list(_settings(of_loader, dynamic=dynamic))
     if not settings:
         message = f"= {scenario.pipeline_schedule!r}: takes none of the numbers of micro-batches that the loader makes"
         raise error("schedule", message, value=scenario.pipeline_schedule)
@@ -93,7 +90,7 @@ def tune_loader(
     return LoaderTuning(of_loader, baseline, tuple(choices), best, most, planner)
 
 
-def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Settings]:
+def _settings(scenario: Scenario, *, dynamic: bool) -> Iterator[Settings]:
     layout, together = scenario.layout, 1
     if layout.virtual_stages > 1:
         together = layout.pp  # interleaved schedules take their micro-batches in rounds of so many
@@ -111,7 +108,6 @@ def _settings(scenario: Scenario, *, meets: bool, dynamic: bool) -> Iterator[Set
         shared: Any = {
             "max_tokens": limit,
             "split": split,
-            "sync": None if meets else "step",
             "strategy": "per_document",
         }
         if scenario.max_delay:

@@ -110,6 +110,11 @@ class PackedRun(Trained):
         return np.isinf(self.limits)
 
     @property
+    def cost_per_token(self) -> float:
+        """Cost of the heaviest micro-batches for each token, without the steps that empty the queues."""
+        return float(self.balance.heaviest.sum()) / float(self.tokens[: self.streamed].sum())
+
+    @property
     def imbalance(self) -> NDArray[np.float64]:
         """float64[streamed]: the slowest micro-batch over the mean of its step."""
         return self.balance.imbalance

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from wlb._choices import Sync
 from wlb._core import DELAY_PRICE, WlbError, simulate_pipeline
 from wlb._errors import error
 from wlb._results import TunedPoint, TuneResult
@@ -67,7 +66,6 @@ class Settings:
     delay_price: float | None = None  # of adaptive release
     max_early: int = 0  # iterations, of adaptive release
     split: int | Fraction = 1  # factor on the scenario's micro-batches, for the packer
-    sync: Sync | None = None  # where the packer is told that ranks wait; None: where they do
     strategy: Strategy = "adaptive"
 
     @property
@@ -91,7 +89,6 @@ class Settings:
             "packer": packer,
             "max_early": self.max_early,
             "split": self.split,
-            "sync": self.sync,
         }
         return dataclasses.replace(variant, strategies=(self.strategy,), fitted=False, **changes)
 

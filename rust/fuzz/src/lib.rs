@@ -28,7 +28,7 @@ mod stream;
 use arbitrary::{Result, Unstructured};
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node};
-use wlb_core::packing::{Padding, Ranks, Sync};
+use wlb_core::packing::{Padding, Ranks, Sync, Together};
 use wlb_core::ranks::RankOptions;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
 use wlb_core::stream::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
@@ -74,6 +74,7 @@ fn try_pack(u: &mut Unstructured) -> Result<()> {
         method: Method::VarLength,
         ranks: Some(Ranks { dp_size: u.int_in_range(1..=9)?, sync }),
         groups,
+        together: if u.arbitrary()? { Together::Rank } else { Together::MicroBatch },
         equal_documents: u.arbitrary()?,
         max_documents: if u.arbitrary()? { Some(u.int_in_range(1..=9)?) } else { None },
     };
@@ -322,7 +323,7 @@ fn dynamic_cp_padding(u: &mut Unstructured, longest: i32) -> Result<Option<Paddi
     }
     buckets.sort_unstable();
     buckets.dedup();
-    Ok(Padding::new(multiple, &buckets).ok().filter(|padding| !padding.is_none()))
+    Ok(Padding::new(multiple, 1, &buckets).ok().filter(|padding| !padding.is_none()))
 }
 
 /// The longest document that can come: small ones make ties and remainders, large ones overflows.
@@ -403,7 +404,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         // One bucket, so that it is the largest size.
         let multiple = *u.choose(&[1, 2, 128])?;
         let (multiple, buckets) = if max_tokens % multiple == 0 { (multiple, vec![max_tokens]) } else { (1, vec![]) };
-        shape.padding = Padding::new(multiple, &buckets).ok().filter(|padding| !padding.is_none());
+        shape.padding = Padding::new(multiple, 1, &buckets).ok().filter(|padding| !padding.is_none());
     }
     if u.arbitrary()? {
         shape.tokens_per_batch = Some(u.int_in_range(1..=num_micro_batches as i64 * i64::from(max_tokens))?);

@@ -19,6 +19,15 @@ pub enum Error {
     #[allow(missing_docs)]
     TooLong { argument: &'static str, index: usize, value: i64, given: String, limit: i64, hint: &'static str },
 
+    /// A group that stays in one micro-batch is larger than a micro-batch may be. `index` is its first document,
+    /// `value` its number, `size` its tokens or documents; `given` names the limit `limit` as the caller wrote it.
+    #[error(
+        "groups[{index}] = {value}: the {size} {of} of this group exceed {given}; together=\"micro_batch\" keeps a \
+         group in one micro-batch: raise {limit}, or keep groups on one rank (together=\"rank\")"
+    )]
+    #[allow(missing_docs)]
+    GroupTooLarge { index: usize, value: i64, size: i64, of: &'static str, given: String, limit: &'static str },
+
     /// The documents of one packed sequence have more tokens together than int32 `cu_seqlens` can count.
     #[error("{argument} holds {total} tokens in all: a packed sequence has at most 2147483647 (cu_seqlens are int32)")]
     #[allow(missing_docs)]
@@ -197,6 +206,7 @@ impl Error {
             | Self::Schedule { argument, .. }
             | Self::InfiniteCost { argument, .. } => argument,
             Self::LeftOver { .. } => "lengths",
+            Self::GroupTooLarge { .. } => "groups",
             Self::NoBucket { .. } => "token_buckets",
             Self::Order { .. } => "orders",
             Self::Profile { .. } => "profile",
@@ -211,6 +221,7 @@ impl Error {
         match self {
             Self::Length { index, .. }
             | Self::TooLong { index, .. }
+            | Self::GroupTooLarge { index, .. }
             | Self::Entry { index, .. }
             | Self::DuplicateId { index, .. }
             | Self::Unlike { index, .. }

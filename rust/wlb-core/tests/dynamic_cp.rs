@@ -563,10 +563,10 @@ fn errors_name_the_culprit() {
         "max_micro_batches",
     );
     fails(|options| options.max_documents = Some(0), "max_documents");
-    fails(|options| options.padding = Some(Padding::new(128, &[]).unwrap()), "max_tokens_per_rank");
+    fails(|options| options.padding = Some(Padding::new(128, 1, &[]).unwrap()), "max_tokens_per_rank");
     fails(
         |options| {
-            options.padding = Some(Padding::new(128, &[]).unwrap());
+            options.padding = Some(Padding::new(128, 1, &[]).unwrap());
             options.max_tokens_per_rank = i32::MAX;
         },
         "max_cp_size",
@@ -589,7 +589,7 @@ fn errors_name_the_culprit() {
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 800, .. }), "{error}");
     let told = error.to_string();
     assert!(told.starts_with("lengths[1] = 801 exceeds max_tokens_per_rank on the largest group = 800;"), "{told}");
-    let padding = Some(Padding::new(1, &[60, 90, 120]).unwrap());
+    let padding = Some(Padding::new(1, 1, &[60, 90, 120]).unwrap());
     let error = plan(&[50, 801], &DynamicCpOptions { padding, ..DynamicCpOptions::new(12, 4, 100) }).unwrap_err();
     assert!(matches!(error, Error::TooLong { index: 1, value: 801, limit: 720, .. }), "{error}");
     let told = error.to_string();
@@ -788,7 +788,7 @@ fn rounds_of_one_for_each_stage_are_found_or_asked_for() {
         let lengths = vec![20; documents];
         let options = DynamicCpOptions {
             num_virtual_stages: 2,
-            padding: Some(Padding::new(1, &[1000]).unwrap()),
+            padding: Some(Padding::new(1, 1, &[1000]).unwrap()),
             min_micro_batches: Some(least),
             max_micro_batches: Some(most),
             ..DynamicCpOptions::new(1, num_stages, 1000)

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeSet;
 
+use crate::common::ranks::{divides_equally, members};
 use crate::common::strategies::config;
 use proptest::prelude::*;
 use wlb_core::cost::Rates;
 use wlb_core::forest::{ForestOptions, ForestPlan, PrefixForest, pack_forest, shard_forest};
-use wlb_core::packing::{Leftover, Method, PackOptions, Ranks, Sync};
+use wlb_core::packing::{Leftover, Method, PackOptions, Ranks, Sync, Together};
 use wlb_core::ranks::{RankOptions, pack_for_ranks};
 use wlb_core::{CostModel, Error, Lengths, Mask, pack, pack_whole};
 
@@ -170,7 +171,10 @@ proptest! {
                 prop_assert_eq!(&pack_forest(&forest, &options, &model).unwrap(), &plan);
                 check(&plan, &samples, &[], &options, &model);
             }
-            Err(Error::Combination { argument: "equal_documents", .. }) => prop_assert!(!options.groups.is_empty()),
+            Err(Error::Combination { argument: "equal_documents", .. }) => {
+                let sizes: Vec<usize> = members(&options.groups).map(|group| group.len()).collect();
+                prop_assert!(!sizes.is_empty() && !divides_equally(&sizes, options.ranks.unwrap().dp_size));
+            }
             Err(Error::Combination { argument: "num_micro_batches", .. } | Error::LeftOver { .. }) => {
                 prop_assert!(given.is_some());
             }
@@ -298,7 +302,8 @@ proptest! {
         let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups: groups.clone(), equal_documents, max_documents };
         let documents = if ranks.is_some() || max_documents.is_some() {
             let options = RankOptions {
-                num_micro_batches, fewest: false, multiple_of: 1, max_tokens, method, ranks, groups, equal_documents, max_documents,
+                num_micro_batches, fewest: false, multiple_of: 1, max_tokens, method, ranks, groups,
+                together: Together::Rank, equal_documents, max_documents,
             };
             pack_for_ranks(&lengths, &options, &model)
         } else {

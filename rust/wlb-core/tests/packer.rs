@@ -33,7 +33,7 @@ fn simple(num_micro_batches: usize, outlier_thresholds: Vec<i32>, max_delay: Opt
 #[test]
 fn too_long_documents_are_told_of_sizes() {
     let config = |max_document_tokens, buckets: &[i32]| {
-        let padding = Some(Padding::new(1, buckets).unwrap());
+        let padding = Some(Padding::new(1, 1, buckets).unwrap());
         let shape = StepShape { padding, ..StepShape::default() };
         PackerConfig { max_document_tokens, shape, ..simple(1, vec![], None) }
     };

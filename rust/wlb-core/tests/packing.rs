@@ -279,7 +279,7 @@ fn sizes_out_of_range_are_named() {
 fn what_does_not_fit_is_told_by_what_was_given() {
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
     let tells = |lengths: &[i32], multiple, buckets: &[i32], max_tokens, start: &str| {
-        let padding = Padding::new(multiple, buckets).unwrap();
+        let padding = Padding::new(multiple, 1, buckets).unwrap();
         let (leftover, most) = (Leftover::Error, padding.most(max_tokens).unwrap());
         let options = PackOptions { leftover, ..pack_options(1, most, Method::VarLength) };
         let error = pack(&checked(lengths), &options, &cost).unwrap_err();

@@ -1,11 +1,11 @@
 //! Plans for data-parallel ranks: what they keep, and how far from the best they are.
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
-use crate::common::ranks::{optimum, planned, step_cost};
+use crate::common::ranks::{divides_equally, members, optimum, planned, step_cost};
 use crate::common::strategies::{config, cost_model, lengths};
 use proptest::prelude::*;
 use wlb_core::cost::Rates;
-use wlb_core::packing::{Packing, Ranks, Sync};
+use wlb_core::packing::{Packing, Ranks, Sync, Together};
 use wlb_core::ranks::RankOptions;
 use wlb_core::{CostModel, Error, Mask, Method};
 
@@ -20,8 +20,9 @@ fn options() -> impl Strategy<Value = RankOptions> {
         1 => Just(None),
     ];
     let max_documents = prop_oneof![2 => Just(None), 1 => (1_usize..9).prop_map(Some)];
-    let parts = (ranks, any::<bool>(), max_documents, 1_usize..7, any::<bool>(), any::<bool>());
-    parts.prop_map(|(ranks, equal_documents, max_documents, multiple_of, refined, fewest)| RankOptions {
+    let together = prop_oneof![2 => Just(Together::Rank), 1 => Just(Together::MicroBatch)];
+    let parts = (ranks, any::<bool>(), max_documents, 1_usize..7, any::<bool>(), any::<bool>(), together);
+    parts.prop_map(|(ranks, equal_documents, max_documents, multiple_of, refined, fewest, together)| RankOptions {
         num_micro_batches: None,
         fewest,
         multiple_of,
@@ -29,6 +30,7 @@ fn options() -> impl Strategy<Value = RankOptions> {
         method: if refined { Method::Refined } else { Method::VarLength },
         ranks,
         groups: vec![],
+        together,
         equal_documents: equal_documents && ranks.is_some(),
         max_documents,
     })
@@ -43,8 +45,73 @@ fn groups(documents: usize, wild: &[i64], size: usize) -> Vec<i64> {
     }
 }
 
+/// Tokens of the longest item: a document, or a group that stays in one micro-batch.
+fn longest(lengths: &[i32], groups: &[i64], together: Together) -> i32 {
+    if together == Together::Rank || groups.is_empty() {
+        return lengths.iter().copied().max().unwrap_or(1);
+    }
+    let of =
+        |group: &i64| groups.iter().zip(lengths).filter(|&(other, _)| other == group).map(|(_, length)| length).sum();
+    groups.iter().map(of).max().unwrap_or(1)
+}
+
+/// Whole groups, longest first, each to the micro-batch with the least cost among those with room; a rank's
+/// micro-batches are then those that dealing gives it. None if a group finds no room.
+fn longest_first(lengths: &[i32], options: &RankOptions, total: usize, cost: &CostModel) -> Option<f64> {
+    let sum = |held: &[i32]| held.iter().map(|&length| cost.cost(length)).sum::<f64>();
+    let mut members: Vec<Vec<usize>> = members(&options.groups).collect();
+    members.sort();
+    let of = |members: &Vec<usize>| members.iter().map(|&document| lengths[document]).collect::<Vec<i32>>();
+    let mut groups: Vec<Vec<i32>> = members.iter().map(of).collect();
+    groups.sort_by(|a, b| sum(b).total_cmp(&sum(a)));
+    groups.sort_by_key(|group| -group.iter().sum::<i32>());
+    let mut held: Vec<Vec<i32>> = vec![vec![]; total];
+    for group in groups {
+        let fits = |held: &&mut Vec<i32>| {
+            held.iter().chain(&group).sum::<i32>() <= options.max_tokens
+                && held.len() + group.len() <= options.max_documents.unwrap_or(usize::MAX)
+        };
+        held.iter_mut().filter(fits).min_by(|a, b| sum(a).total_cmp(&sum(b)))?.extend(group);
+    }
+    let mut costs: Vec<f64> = held.iter().map(|held| sum(held)).collect();
+    costs.sort_by(|a, b| b.total_cmp(a));
+    let Some(ranks) = options.ranks else { return costs.first().copied() };
+    let mut dealt: Vec<Vec<f64>> = vec![vec![]; ranks.dp_size];
+    for cost in costs {
+        let open = dealt.iter_mut().filter(|rank| rank.len() < total / ranks.dp_size);
+        open.min_by(|a, b| a.iter().sum::<f64>().total_cmp(&b.iter().sum())).unwrap().push(cost);
+    }
+    Some(step_cost(&dealt.concat(), ranks.dp_size, ranks.sync))
+}
+
 proptest! {
     #![proptest_config(config(1500))]
+
+    /// Groups in one micro-batch: no longer than the step of longest first with whole groups, in as many micro-batches.
+    #[test]
+    fn whole_groups_are_never_worse_than_longest_first(
+        lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, linear in 0_i32..3000,
+        wild in prop::collection::vec(-3_i64..30, 1..60), size in 1_usize..8, rounds in 1_usize..6,
+    ) {
+        let groups = groups(lengths.len(), &wild, size);
+        let together = Together::MicroBatch;
+        let total = rounds * options.ranks.map_or(1, |ranks| ranks.dp_size);
+        let max_tokens = longest(&lengths, &groups, together) + room;
+        let options = RankOptions {
+            num_micro_batches: Some(total), max_tokens, groups, together, equal_documents: false, ..options
+        };
+        let cost = CostModel::analytic(1.0, linear.into(), Mask::Causal).unwrap();
+        let fits = options.max_documents.is_none_or(|most| members(&options.groups).all(|group| group.len() <= most));
+        if let Some(naive) = longest_first(&lengths, &options, total, &cost).filter(|_| fits) {
+            let packing = planned(&lengths, &options, &cost);
+            prop_assert!(packing.is_some(), "longest first finds a plan");
+            let costs = packing.unwrap().costs;
+            let step = options.ranks.map_or_else(
+                || costs.iter().copied().fold(0.0, f64::max), |ranks| step_cost(&costs, ranks.dp_size, ranks.sync)
+            );
+            prop_assert!(step <= naive * (1.0 + 1e-9), "{step} for {naive}");
+        }
+    }
 
     /// A plan for ranks that wait in every micro-batch is never longer than a plan for ranks that wait once a step,
     /// with the heaviest micro-batches of all ranks together.
@@ -53,12 +120,13 @@ proptest! {
         lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, cost in cost_model(),
         wild in prop::collection::vec(-3_i64..30, 1..60), size in 0_usize..8, given in prop::option::weighted(0.3, 1_usize..9),
     ) {
-        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let groups = groups(lengths.len(), &wild, size);
+        let longest = longest(&lengths, &groups, options.together);
         let dp_size = options.ranks.map_or(2, |ranks| ranks.dp_size);
         let planned_for = |sync| {
             let options = RankOptions {
                 max_tokens: longest + room,
-                groups: groups(lengths.len(), &wild, size),
+                groups: groups.clone(),
                 num_micro_batches: given.map(|rounds| rounds * dp_size),
                 ranks: Some(Ranks { dp_size, sync }),
                 ..options.clone()
@@ -84,12 +152,13 @@ proptest! {
         lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, cost in cost_model(),
         wild in prop::collection::vec(-3_i64..30, 1..60), size in 0_usize..8,
     ) {
-        let longest = lengths.iter().copied().max().unwrap_or(1);
+        let groups = groups(lengths.len(), &wild, size);
+        let longest = longest(&lengths, &groups, options.together);
         let dp_size = options.ranks.map_or(2, |ranks| ranks.dp_size);
         let planned_with = |fewest, num_micro_batches| {
             let options = RankOptions {
                 max_tokens: longest + room,
-                groups: groups(lengths.len(), &wild, size),
+                groups: groups.clone(),
                 multiple_of: 1,
                 ranks: Some(Ranks { dp_size, sync: Sync::Step }),
                 fewest,
@@ -125,6 +194,7 @@ proptest! {
             method: Method::VarLength,
             ranks: Some(Ranks { dp_size, sync: Sync::Step }),
             groups: (0..lengths.len()).map(|document| (document / size) as i64).collect(),
+            together: Together::Rank,
             equal_documents: false,
             max_documents: None,
         };
@@ -142,8 +212,9 @@ proptest! {
         lengths in lengths(160, 3000), options in options(), room in 0_i32..4000, cost in cost_model(),
         wild in prop::collection::vec(-3_i64..30, 1..60), size in 0_usize..8, given in prop::option::weighted(0.1, 1_usize..9),
     ) {
-        let longest = lengths.iter().copied().max().unwrap_or(1);
-        let groups = if options.ranks.is_some() { groups(lengths.len(), &wild, size) } else { vec![] };
+        let grouped = options.ranks.is_some() || options.together == Together::MicroBatch;
+        let groups = if grouped { groups(lengths.len(), &wild, size) } else { vec![] };
+        let longest = longest(&lengths, &groups, options.together);
         let dp_size = options.ranks.map_or(1, |ranks| ranks.dp_size);
         let num_micro_batches = given.map(|rounds| rounds * dp_size);
         planned(&lengths, &RankOptions { max_tokens: longest + room, groups, num_micro_batches, ..options }, &cost);
@@ -164,6 +235,7 @@ proptest! {
             method: Method::VarLength,
             ranks: Some(Ranks { dp_size, sync }),
             groups: vec![],
+            together: Together::Rank,
             equal_documents,
             max_documents: None,
         };
@@ -171,6 +243,36 @@ proptest! {
         let most = match sync { Sync::Step => 1.001, Sync::MicroBatch => 1.01 };
         prop_assert!(packing.rank_imbalance() <= most, "{}", packing.rank_imbalance());
     }
+}
+
+/// Groups of few sizes: refused if and only if no way of sharing them out gives equal numbers, whatever else is asked.
+#[test]
+fn equal_numbers_are_found_wherever_there_are_any() {
+    let cost = CostModel::analytic(1.0, 40.0, Mask::Causal).unwrap();
+    let (mut seed, mut found, mut refused) = (3, 0, 0);
+    for number in 0..1200 {
+        let dp_size = 2 + pseudo_random(&mut seed, 4) as usize;
+        let sizes: Vec<usize> =
+            (0..2 + pseudo_random(&mut seed, 9)).map(|_| 1 + pseudo_random(&mut seed, 7) as usize).collect();
+        let groups: Vec<i64> = sizes.iter().zip(0..).flat_map(|(&size, group)| vec![group; size]).collect();
+        let lengths: Vec<i32> = groups.iter().map(|_| 1 + pseudo_random(&mut seed, 100) as i32).collect();
+        let options = RankOptions {
+            num_micro_batches: None,
+            fewest: number % 2 == 0,
+            multiple_of: 1 + number % 3,
+            max_tokens: 700,
+            method: Method::VarLength,
+            ranks: Some(Ranks { dp_size, sync: if number % 4 < 2 { Sync::Step } else { Sync::MicroBatch } }),
+            groups,
+            together: if number % 5 < 3 { Together::Rank } else { Together::MicroBatch },
+            equal_documents: true,
+            max_documents: (number % 7 < 3).then_some(7 + number % 4),
+        };
+        let packing = planned(&lengths, &options, &cost);
+        assert_eq!(packing.is_some(), divides_equally(&sizes, dp_size), "{sizes:?} on {dp_size} ranks");
+        (found, refused) = if packing.is_some() { (found + 1, refused) } else { (found, refused + 1) };
+    }
+    assert!(found > 300 && refused > 100, "{found} {refused}");
 }
 
 /// The heaviest rank: longest first to the lightest rank, then the best swap of whole groups between the heaviest rank
@@ -216,14 +318,18 @@ fn tiny_plans_are_near_the_optimum() {
     for number in 0..240 {
         let documents = 3 + pseudo_random(&mut seed, 4) as usize;
         let lengths: Vec<i32> = (0..documents).map(|_| 1 + pseudo_random(&mut seed, 100) as i32).collect();
+        let groups: Vec<i64> =
+            if number % 3 == 0 { (0..documents as i64).map(|document| document / 2).collect() } else { vec![] };
+        let together = if number % 2 == 0 { Together::Rank } else { Together::MicroBatch };
         let options = RankOptions {
             num_micro_batches: None,
             fewest: true,
             multiple_of: 1,
-            max_tokens: lengths.iter().copied().max().unwrap() + pseudo_random(&mut seed, 150) as i32,
+            max_tokens: longest(&lengths, &groups, together) + pseudo_random(&mut seed, 150) as i32,
             method: Method::VarLength,
             ranks: Some(Ranks { dp_size: 2, sync: if number % 2 == 0 { Sync::Step } else { Sync::MicroBatch } }),
-            groups: if number % 3 == 0 { (0..documents as i64).map(|document| document / 2).collect() } else { vec![] },
+            groups,
+            together,
             equal_documents: number % 4 == 1 && number % 3 != 0,
             max_documents: (number % 5 == 0).then_some(2),
         };
@@ -259,6 +365,7 @@ fn one_round_more_has_to_pay() {
             method: Method::VarLength,
             ranks: Some(Ranks { dp_size: 2, sync }),
             groups: vec![],
+            together: Together::Rank,
             equal_documents: false,
             max_documents: None,
         };
@@ -290,6 +397,7 @@ fn what_cannot_hold_is_refused_by_name() {
         method: Method::VarLength,
         ranks: Some(Ranks { dp_size: 2, sync: Sync::Step }),
         groups: vec![],
+        together: Together::Rank,
         equal_documents: false,
         max_documents: None,
     };
@@ -308,10 +416,17 @@ fn what_cannot_hold_is_refused_by_name() {
         (RankOptions { max_documents: Some(0), ..good.clone() }, "max_documents"),
         (RankOptions { multiple_of: 1 << 22, ..good.clone() }, "multiple_of"),
         (RankOptions { max_tokens: 39, ..good.clone() }, "lengths"),
+        (RankOptions { groups: vec![1, 1, 2, 2], together: Together::MicroBatch, ..good.clone() }, "groups"),
+        (RankOptions { groups: vec![1, 1], together: Together::MicroBatch, ..good.clone() }, "groups"),
     ];
     for (options, argument) in cases {
         assert_eq!(refused(options.clone()).argument(), argument, "{options:?}");
     }
-    let longer = refused(RankOptions { max_tokens: 39, ..good });
+    let longer = refused(RankOptions { max_tokens: 39, ..good.clone() });
     assert!(matches!(longer, Error::TooLong { index: 3, value: 40, .. }));
+    let pairs = RankOptions { groups: vec![7, 7, 8, 8], together: Together::MicroBatch, ..good };
+    let told = "groups[2] = 8: the 70 tokens of this group exceed max_tokens = 60;";
+    assert!(refused(pairs.clone()).to_string().starts_with(told));
+    let told = "groups[0] = 7: the 2 documents of this group exceed max_documents = 1;";
+    assert!(refused(RankOptions { max_tokens: 70, max_documents: Some(1), ..pairs }).to_string().starts_with(told));
 }

@@ -3,7 +3,9 @@
 //!
 //! Ranges that are listed here are checked here; all other ranges are checked by the core.
 
+use pyo3::PyTypeInfo;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use wlb_core::Lengths;
 use wlb_core::limits::{
     MAX_COLUMNS, MAX_CP_SIZE, MAX_MICRO_BATCHES, MAX_QUEUES, MAX_STAGES, MAX_TOKENS, MAX_WORLD_SIZE,
@@ -14,6 +16,7 @@ use crate::convert::{
     real, size,
 };
 use crate::error::raise;
+use crate::results::declaration;
 
 /// Numbers row by row, and the numbers of rows and columns.
 pub(crate) type Table = (Vec<f64>, usize, usize);
@@ -129,6 +132,13 @@ arguments! {
     vocab_size: i64 = integer();
     windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
+}
+
+/// Refuses options that the constructor of this class does not have: a TypeError that names the nearest one.
+pub(crate) fn refuse_unknown<T: PyTypeInfo>(unknown: Option<&Bound<'_, PyDict>>) -> PyResult<()> {
+    let Some(unknown) = unknown.filter(|unknown| !unknown.is_empty()) else { return Ok(()) };
+    let class = T::type_object(unknown.py());
+    declaration(unknown.py(), "wlb._named.refuse_unknown")?.call1((class, unknown)).map(|_| ())
 }
 
 /// `num_micro_batches`: a number, or none; and whether it is "fewest".

@@ -169,9 +169,11 @@ impl CostModel {
 #[pymethods]
 impl CostModel {
     #[new]
+    #[pyo3(text_signature = "(*, attention, linear, causal=True, windows=None, chunks=None, document=0.0, \
+                          micro_batch=0.0, unit=None)")]
     #[pyo3(signature = (
     *, attention, linear, causal = true, windows = None, chunks = None, document = 0.0, micro_batch = 0.0,
-    unit = None
+    unit = None, **unknown
 ))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
@@ -183,7 +185,9 @@ impl CostModel {
         #[pyo3(from_py_with = arguments::document)] document: f64,
         #[pyo3(from_py_with = arguments::micro_batch)] micro_batch: f64,
         unit: Option<&str>,
+        unknown: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        arguments::refuse_unknown::<Self>(unknown)?;
         let (windows, chunks) = (windows.unwrap_or_default(), chunks.unwrap_or_default());
         let unit = unit.map(choice).transpose()?;
         let rates = Rates { attention, linear, mask: mask(causal), windows, chunks, document, micro_batch, unit };

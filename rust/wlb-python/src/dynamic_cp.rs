@@ -154,7 +154,7 @@ pub(crate) fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
     #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let padding = Padding::new(multiple_of_tokens, 1, &token_buckets.unwrap_or_default()).map_err(raise)?;
     let options = DynamicCpOptions {
         world_size,
         num_stages,

@@ -112,6 +112,7 @@ fn value(py: Python<'_>, error: &Error) -> PyResult<Py<PyAny>> {
     match error {
         Error::Length { value, .. }
         | Error::TooLong { value, .. }
+        | Error::GroupTooLarge { value, .. }
         | Error::OutOfRange { value, .. }
         | Error::DuplicateId { value, .. }
         | Error::Unlike { value, .. }

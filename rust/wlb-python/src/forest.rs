@@ -313,8 +313,10 @@ impl From<core::PrefixForest> for PrefixForest {
 ///     equal_documents: with ``dp_size``, all ranks get equally many samples (they differ by at most one). Groups whose
 ///         sizes do not allow that are refused.
 ///     max_documents: most samples of a micro-batch.
-///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
-///         padding.
+///     multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+///         tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+///         cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding.
+///     cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
 ///
 /// Returns:
 ///     ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. If nothing is
@@ -339,7 +341,7 @@ impl From<core::PrefixForest> for PrefixForest {
 #[pyfunction]
 #[pyo3(signature = (
     forest, *, num_micro_batches, max_tokens, cost_model, dp_size = None, sync = None, groups = None,
-    equal_documents = false, max_documents = None, multiple_of_tokens = 1
+    equal_documents = false, max_documents = None, multiple_of_tokens = 1, cp_size = 1
 ))]
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
 pub(crate) fn pack_forest(
@@ -354,8 +356,9 @@ pub(crate) fn pack_forest(
     #[pyo3(from_py_with = arguments::equal_documents)] equal_documents: bool,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
 ) -> PyResult<ForestPlan> {
-    let padding = Padding::new(multiple_of_tokens, &[]).map_err(raise)?;
+    let padding = Padding::new(multiple_of_tokens, cp_size, &[]).map_err(raise)?;
     let most = padding.most(max_tokens).map_err(raise)?;
     let options = ForestOptions {
         num_micro_batches,

@@ -33,7 +33,7 @@ mod tune;
 mod _core {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyTuple};
-    use wlb_core::packing::{Leftover, Method, Sync};
+    use wlb_core::packing::{Leftover, Method, Sync, Together};
     use wlb_core::sharding::kernel::Generation;
     use wlb_core::tune::MAX_MEAN_DELAY;
     use wlb_core::{cost, dynamic_cp, limits, pipeline, sharding, stream};
@@ -92,6 +92,7 @@ mod _core {
             ("STRATEGIES", sharding::Strategy::NAMES),
             ("STREAM_METHODS", stream::StreamMethod::NAMES),
             ("SYNCS", Sync::NAMES),
+            ("TOGETHER", Together::NAMES),
             ("UNITS", cost::Unit::NAMES),
         ];
         choices.into_iter().try_for_each(|(name, words)| module.add(name, PyTuple::new(module.py(), words)?))

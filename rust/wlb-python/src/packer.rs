@@ -89,9 +89,12 @@ use crate::results::answer;
 ///         other micro-batches of a rank make up for a heavy one. Needs ``dp_size``.
 ///     max_documents: most documents of a micro-batch. ``room``, ``admits`` and ``bounds`` then count each document as
 ///         at least ``max_tokens / max_documents`` tokens, since it takes that share of a micro-batch.
-///     multiple_of_tokens: micro-batches are padded to a multiple of this number, and ``max_tokens`` counts the
-///         padding. ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=)`` adds
-///         the padding.
+///     multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+///         tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+///         cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding.
+///         ``packing.padded_tokens`` has the sizes; ``wlb.torch.collate(multiple_of_tokens=, cp_size=)`` adds the
+///         padding.
+///     cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
 ///     token_buckets: int[b], ascending: the only sizes of padded micro-batches.
 ///     max_step_cost: for the adaptive rule: most work of a step, as a multiple of an average step's. Documents that
 ///         wait together are trained together, so without a bound the largest step can have several times the average
@@ -361,10 +364,16 @@ impl Packer {
         self.lock().config().shape.max_documents
     }
 
-    /// Micro-batches are padded to a multiple of this number of tokens.
+    /// The part of each of ``cp_size`` ranks in a micro-batch is padded to a multiple of this number of tokens.
     #[getter]
     fn multiple_of_tokens(&self) -> i32 {
         self.lock().config().shape.padding.as_ref().map_or(1, Padding::multiple_of)
+    }
+
+    /// Context-parallel ranks that share a micro-batch, as given; 1 if nothing is padded.
+    #[getter]
+    fn cp_size(&self) -> usize {
+        self.lock().config().shape.padding.as_ref().map_or(1, Padding::cp_size)
     }
 
     /// The only sizes of padded micro-batches, ascending; empty: any multiple.
@@ -567,14 +576,14 @@ impl Packer {
     #[pyo3(text_signature = "(*, num_micro_batches, max_tokens, cost_model=None, cost_columns=None, limits=None, \
                           outlier_thresholds=None, release=None, delay_price=None, max_delay=None, \
                           max_document_tokens=None, oversize='error', method='var_length', dp_size=None, \
-                          sync=None, max_documents=None, multiple_of_tokens=1, token_buckets=(), \
+                          sync=None, max_documents=None, multiple_of_tokens=1, cp_size=1, token_buckets=(), \
                           max_step_cost=None, tokens_per_batch=None, on_backlog='warn')")]
     #[pyo3(signature = (
     *, num_micro_batches, max_tokens, cost_model = None, cost_columns = None, limits = None,
     outlier_thresholds = None, release = None, delay_price = None, max_delay = None, max_document_tokens = None,
     oversize = "error", method = "var_length", dp_size = None, sync = None, max_documents = None,
-    multiple_of_tokens = 1, token_buckets = None, max_step_cost = None, tokens_per_batch = None,
-    on_backlog = "warn"
+    multiple_of_tokens = 1, cp_size = 1, token_buckets = None, max_step_cost = None, tokens_per_batch = None,
+    on_backlog = "warn", **unknown
 ))]
     #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
@@ -594,16 +603,19 @@ impl Packer {
         sync: Option<&str>,
         #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
         #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+        #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
         #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
         #[pyo3(from_py_with = arguments::optional::max_step_cost)] max_step_cost: Option<f64>,
         #[pyo3(from_py_with = arguments::optional::tokens_per_batch)] tokens_per_batch: Option<i64>,
         on_backlog: &str,
+        unknown: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        arguments::refuse_unknown::<Self>(unknown)?;
         let release = match release {
             Some(release) => choice(release)?,
             None => Release::of_thresholds(outlier_thresholds.as_deref()),
         };
-        let padding = Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let padding = Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
         let max_tokens = padding.most(max_tokens).map_err(raise)?;
         let padding = Some(padding).filter(|padding| !padding.is_none());
         let packer = Core::new(PackerConfig {
@@ -772,7 +784,7 @@ impl Packer {
     ///     allow_config_change: go on although another argument of the saved packer differs, such as the cost model,
     ///         thresholds or ``max_tokens``. Waiting documents are sorted into the new queues; those that belong to
     ///         none are carried over. ``bounds`` says how long they wait. Another ``num_micro_batches``, ``dp_size``,
-    ///         ``multiple_of_tokens`` or ``tokens_per_batch`` needs no permission.
+    ///         ``sync``, ``multiple_of_tokens``, ``cp_size`` or ``tokens_per_batch`` needs no permission.
     ///
     /// Raises:
     ///     StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration

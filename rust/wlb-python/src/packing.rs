@@ -53,15 +53,23 @@ use crate::results::declaration;
 ///         Megatron. Then the sums of ranks are made equal first, the micro-batches of each rank second. "micro_batch":
 ///         in every micro-batch, as under FSDP, ZeRO-3. Then the micro-batches of each round are made equal first, the
 ///         sums of ranks second.
-///     groups: int[n], with ``dp_size``: documents with the same number stay on one rank (one prompt's rollouts).
+///     groups: int[n]: documents with the same number stay together, as ``together`` says.
+///     together: "rank": a group stays on one of ``dp_size`` ranks (the rollouts of one prompt, whose rewards are
+///         compared). "micro_batch": a group stays in one micro-batch, with or without ``dp_size``, and is never cut:
+///         examples whose loss needs several documents at once (the pairs of DPO and of reward models). A group over
+///         ``max_tokens`` or ``max_documents`` is then refused.
 ///     equal_documents: with ``dp_size``, all ranks get equally many documents (they differ by at most one). Groups
 ///         whose sizes do not allow that are refused.
 ///     max_documents: most documents of a micro-batch.
-///     multiple_of_tokens: micro-batches are padded to a multiple of this number (MXFP8 needs 32, HybridEP 128), and
-///         ``max_tokens`` counts the padding: the plan's ``max_tokens`` is the largest multiple within it.
-///         ``padded_tokens`` has the padded sizes; whoever makes the tensors adds the padding.
-///     token_buckets: int[b], ascending: the only sizes of padded micro-batches, for steps that are compiled or
-///         captured once for each size. ``max_tokens`` counts the padding, as above.
+///     multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
+///         tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
+///         cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding: the plan's
+///         ``max_tokens`` is the largest such multiple within it. ``padded_tokens`` has the padded sizes; whoever makes
+///         the tensors adds the padding (``wlb.torch.collate``).
+///     cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
+///     token_buckets: int[b], ascending: the only sizes of padded micro-batches (of all their ranks together), for
+///         steps that are compiled or captured once for each size. ``max_tokens`` counts the padding, as above. Each is
+///         a multiple of ``multiple_of_tokens * cp_size``, unless ``multiple_of_tokens`` is 1.
 ///     leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
 ///         then in no micro-batch and are not trained unless you pass them again.
 ///
@@ -72,8 +80,9 @@ use crate::results::declaration;
 ///     WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
 ///         whole); an unknown method; a cost that is negative or not finite; a column of zeros, or limits on all
 ///         columns; both or none of ``cost_model`` and ``costs``; several ``global_batches`` without "fixed_length";
-///         ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it. If documents do
-///         not fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
+///         ``multiple_of`` beside ``num_micro_batches``; an option that needs ``dp_size`` without it; a group that
+///         stays in one micro-batch and is larger than it may be (the message names the group). If documents do not
+///         fit, the message says how many, and names a ``max_tokens`` that holds all of them (the least one for
 ///         methods that cut documents).
 ///
 /// O(n) for a radix sort and, on average, a few steps for each document; O(n N) in the worst case, and always for
@@ -92,7 +101,8 @@ use crate::results::declaration;
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
     method = "var_length", global_batches = 1, multiple_of = 1, dp_size = None, sync = None, groups = None,
-    equal_documents = false, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
+    together = "rank", equal_documents = false, max_documents = None, multiple_of_tokens = 1, cp_size = 1,
+    token_buckets = None,
     leftover = "error"
 ))]
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
@@ -110,9 +120,11 @@ pub(crate) fn pack(
     #[pyo3(from_py_with = arguments::optional::dp_size)] dp_size: Option<i64>,
     sync: Option<&str>,
     #[pyo3(from_py_with = arguments::optional::groups)] groups: Option<Vec<i64>>,
+    together: &str,
     #[pyo3(from_py_with = arguments::equal_documents)] equal_documents: bool,
     #[pyo3(from_py_with = arguments::optional::max_documents)] max_documents: Option<usize>,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
     leftover: &str,
 ) -> PyResult<Packing> {
@@ -121,7 +133,7 @@ pub(crate) fn pack(
     if num_micro_batches.is_some() && multiple_of != 1 {
         return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
     let most = padding.most(max_tokens).map_err(raise)?;
     let explained = |error| raise(padding.explained(error, max_tokens));
     let padded = |packing: core::Packing| {
@@ -138,12 +150,19 @@ pub(crate) fn pack(
     let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
     let ranks = ranks(dp_size, sync)?;
+    let together = choice(together)?;
+    if together == core::Together::MicroBatch && groups.is_none() {
+        return Err(combination("together", "\"micro_batch\" needs groups: the documents that stay together"));
+    }
     if dp_size.is_some() || max_documents.is_some() || groups.is_some() || equal_documents {
         if global_batches != 1 {
-            return Err(combination("global_batches", "other than 1 goes without dp_size and max_documents"));
+            return Err(combination("global_batches", "other than 1 goes without dp_size, groups and max_documents"));
         }
         if options.leftover == core::Leftover::Return {
-            return Err(combination("leftover", "\"return\" goes without dp_size and max_documents: all is placed"));
+            return Err(combination(
+                "leftover",
+                "\"return\" goes without dp_size, groups and max_documents: all is placed",
+            ));
         }
         let options = RankOptions {
             num_micro_batches,
@@ -153,6 +172,7 @@ pub(crate) fn pack(
             method: options.method,
             ranks,
             groups: groups.unwrap_or_default(),
+            together,
             equal_documents,
             max_documents,
         };
@@ -620,6 +640,7 @@ pub(crate) fn batch_offsets(
 /// Args:
 ///     tokens: tokens of its documents.
 ///     multiple_of_tokens: as for ``pack``.
+///     cp_size: as for ``pack``.
 ///     token_buckets: as for ``pack``.
 ///
 /// Returns:
@@ -629,13 +650,14 @@ pub(crate) fn batch_offsets(
 /// Raises:
 ///     WlbError: sizes that make no sense, or more tokens than the largest bucket.
 #[pyfunction]
-#[pyo3(signature = (tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+#[pyo3(signature = (tokens, *, multiple_of_tokens = 1, cp_size = 1, token_buckets = None))]
 pub(crate) fn padded_tokens(
     #[pyo3(from_py_with = arguments::tokens)] tokens: i64,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
 ) -> PyResult<i64> {
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
     padding.checked(tokens).map_err(raise)
 }
 
@@ -644,18 +666,20 @@ pub(crate) fn padded_tokens(
 /// Args:
 ///     max_tokens: most tokens of a micro-batch.
 ///     multiple_of_tokens: as for ``pack``.
+///     cp_size: as for ``pack``.
 ///     token_buckets: as for ``pack``.
 ///
 /// Raises:
 ///     WlbError: sizes that make no sense, or all sizes above ``max_tokens``.
 #[pyfunction]
-#[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, token_buckets = None))]
+#[pyo3(signature = (max_tokens, *, multiple_of_tokens = 1, cp_size = 1, token_buckets = None))]
 pub(crate) fn most_tokens(
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
     #[pyo3(from_py_with = arguments::multiple_of_tokens)] multiple_of_tokens: i32,
+    #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
 ) -> PyResult<i32> {
-    let padding = core::Padding::new(multiple_of_tokens, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
     padding.most(max_tokens).map_err(raise)
 }
 

@@ -150,7 +150,7 @@ def test_worse_is_not_painted_like_better(pages: dict[str, Path]) -> None:
         for text, kind in painted(name).items():
             before, after, label = re.findall(r"([\d.,]+)%? → ([\d.,]+)%?\s*(.*)", text)[0]
             one, other = (float(number.replace(",", "")) for number in (before, after))
-            more = label.startswith("tokens/s")
+            more = label.startswith(("tokens/s", "speed"))
             expected = "" if one == other else "better" if (other > one) == more else "worse"
             assert kind == expected, (name, text)
     # What is shown against a faster baseline.

@@ -33,7 +33,7 @@ from wlb.torch.data import IGNORE, BalancedStream
 from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
 
-_SET_HERE = ("trainer", "packer", "num_micro_batches")  # not given by a user
+_SET_HERE = ("trainer", "packer", "num_micro_batches", "cp_size")  # not given by a user
 AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 
 
@@ -102,7 +102,8 @@ def balance(
         verify: before the first step of the optimizer, prove that the trainer's loss, gradients and evaluation are
             those of each document alone (`wlb.torch.verify`). Takes some seconds.
         **packer: further arguments of `wlb.Packer`: `method`, `release`, `delay_price`; `multiple_of_tokens` and
-            `token_buckets`, which pad rows. Nothing learns from padding, and it is not counted.
+            `token_buckets`, which pad rows, though nothing learns from padding, and it is not counted; `sync`, where
+            ranks wait for each other: by default in every "micro_batch" under FSDP, else once a "step".
 
     Returns:
         The same trainer.

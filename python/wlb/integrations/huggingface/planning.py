@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch.distributed.fsdp import ShardingStrategy
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
@@ -238,7 +239,7 @@ class Planner:
         if tokens_per_batch is None:
             documents = args.per_device_train_batch_size * own["gradient_accumulation_steps"] * args.world_size
             tokens_per_batch = max(1, round(float(trained.mean()) * documents))
-        packer = limits.packer(limits.micro_batches(tokens_per_batch, args.world_size), tokens_per_batch)
+        packer = limits.packer(limits.micro_batches(tokens_per_batch), tokens_per_batch)
         num_epochs = max(1, math.ceil(args.num_train_epochs))
         if own["max_steps"] > 0:  # as many epochs as these steps need: waiting documents are trained after the last
             done = 0 if resumed is None else resumed.step
@@ -280,7 +281,7 @@ class Planner:
             num_micro_batches = world_size * own["gradient_accumulation_steps"]
             tokens_per_batch = step_tokens(num_micro_batches * limits.max_tokens)
         else:
-            num_micro_batches = limits.micro_batches(tokens_per_batch, world_size)
+            num_micro_batches = limits.micro_batches(tokens_per_batch)
         return Streamed(dataset, collator, limits.packer(num_micro_batches, tokens_per_batch), limits)
 
     def _steps(self, plan: KnownLengths, num_train_epochs: float, resumed: Resumed | None) -> int:
@@ -325,8 +326,16 @@ def limits_of(trainer: Any, options: Options) -> Limits:
         max_delay=options.max_delay,
         cost_model=cost_model,
         columns=options.columns,
+        sync=options.packer.get("sync"),
     )
-    return Limits(options.max_tokens, loading, dict(options.packer))
+    others = {name: value for name, value in options.packer.items() if name != "sync"}
+    return Limits(options.max_tokens, loading, others, trainer.args.world_size, _ranks_meet(trainer))
+
+
+def _ranks_meet(trainer: Any) -> bool:
+    """Whether the ranks wait for each other in every micro-batch: each gathers parameters that FSDP has divided."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin is not None and getattr(plugin, "sharding_strategy", None) != ShardingStrategy.NO_SHARD
 
 
 def documents_of(trainer: Any, dataset: Any, description: str) -> tuple[Any, Any]:

@@ -29,11 +29,21 @@ EVALUATED_TOGETHER: Final = 4  # micro-batches of a rank in a step of an evaluat
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of a packer that do not depend on the number of micro-batches."""
+    """Settings of a packer that do not depend on the number of micro-batches.
+
+    Attributes:
+        max_tokens: Most tokens of a micro-batch.
+        loading: Options of the loader.
+        others: Further arguments of the packer.
+        ranks: Number of data-parallel ranks.
+        meet: Whether they wait for each other in every micro-batch.
+    """
 
     max_tokens: int
     loading: Loading
     others: dict[str, Any]
+    ranks: int
+    meet: bool
 
     @property
     def reader(self) -> RowReader:
@@ -54,11 +64,11 @@ class Limits:
         """A packer for steps of `num_micro_batches` micro-batches, for which `tokens_per_batch` tokens are read."""
         arguments = {"max_tokens": self.max_tokens, "cost_model": self.loading.cost_model}
         arguments["tokens_per_batch"] = tokens_per_batch
-        return self.loading.packer(num_micro_batches, **arguments | self.others)
+        return self.loading.packer(num_micro_batches, ranks=self.ranks, meet=self.meet, **arguments | self.others)
 
-    def micro_batches(self, tokens_per_batch: int, ranks: int) -> int:
+    def micro_batches(self, tokens_per_batch: int) -> int:
         """Fewest micro-batches, equally many on all ranks, that hold the tokens of a step and leave some room."""
-        return ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=self.max_tokens)
+        return self.ranks * micro_batches(tokens_per_batch, ranks=self.ranks, max_tokens=self.max_tokens)
 
 
 @dataclass(frozen=True, eq=False)

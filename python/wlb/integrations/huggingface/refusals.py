@@ -97,8 +97,9 @@ def _check_examples(trainer: Any) -> None:
         return
     what = f"is a {paired}" if paired else f"trains examples of {', '.join(found)}"
     message = (
-        f"{what}: several sequences are one example, whose loss is no sum over tokens, and a packed row cannot keep "
-        "them together. Plan its micro-batches with wlb.integrations.rl.plan(groups=)"
+        f"{what}: several sequences are one example, whose loss is no sum over tokens, and the packed rows of this "
+        "trainer do not keep them together. Plan micro-batches that do with "
+        'wlb.integrations.rl.plan(groups=, together="micro_batch")'
     )
     raise error("trainer", message, value=paired or found)
 

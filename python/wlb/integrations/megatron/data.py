@@ -73,8 +73,9 @@ def data_iterator(
         multiple_of_tokens: a rank's rows are also padded to a multiple of this, such as 128 for HybridEP. Divides
             `max_tokens_per_rank`.
         **options: of `wlb.torch.Loading`: `max_document_tokens` (by default what the ranks of a micro-batch hold
-            together), `oversize`, `max_delay`, `cost_model` (by default the model's FLOPs), `lengths` (if they are
-            known and there is no index), `num_epochs`, ...; and of `wlb.plan_dynamic_cp`: `max_cp_size`, ...
+            together), `oversize`, `max_delay`, `sync` (by default "micro_batch" under FSDP), `cost_model` (by default
+            the model's FLOPs), `lengths` (if they are known and there is no index), `num_epochs`, ...; and of
+            `wlb.plan_dynamic_cp`: `max_cp_size`, ...
 
     Returns:
         An iterator of steps, equally many on all ranks. Close it at the end.
@@ -133,7 +134,7 @@ def _reader(
         documents, lengths = padded, padded.lengths
     sampler = setup.loading.sampler(lengths, packer, rank=readers.rank(), ranks=readers.size())
     rank = parallel_state.get_context_parallel_rank()
-    keep = partial(collate, cp_size=setup.cp_size, cp_rank=rank, strategy="per_document", **setup.shape)
+    keep = partial(collate, cp_rank=rank, strategy="per_document", **{"cp_size": setup.cp_size, **setup.shape})
     return StepLoader(setup.loading.loader(documents, sampler, list if setup.dynamic_cp else keep)), padded
 
 

@@ -31,7 +31,7 @@ def row_multiple(config: Any, *, cp_size: int, multiple_of_tokens: int = 1) -> i
     Twice for context parallelism, whose ranks hold two chunks of every document; the number of tensor-parallel ranks if
     they share tokens (sequence parallelism); and what the kernels of FP8 (16), MXFP8 (32) and FP4 demand, by
     Megatron-Core's own rule. Use it in the plan, so that `max_tokens` counts the padding:
-    ``Packer(multiple_of_tokens=cp_size * row_multiple(config, cp_size=cp_size))``, and pad rows to
+    ``Packer(multiple_of_tokens=row_multiple(config, cp_size=cp_size), cp_size=cp_size)``, and pad rows to
     ``packing.padded_tokens`` with one more document.
 
     Args:

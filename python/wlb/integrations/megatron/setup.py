@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
+from megatron.core.distributed import TorchFullyShardedDataParallel
 from megatron.core.utils import get_model_config, unwrap_model
 
 import wlb
@@ -115,7 +116,7 @@ class Setup:
     @property
     def shape(self) -> dict[str, Any]:
         """Padding of the packer's micro-batches; with Dynamic-CP they only decide which rank reads a document."""
-        return {} if self.dynamic_cp else {"multiple_of_tokens": self.cp_size * self.row_multiple}
+        return {} if self.dynamic_cp else {"multiple_of_tokens": self.row_multiple, "cp_size": self.cp_size}
 
     def packer(self, readers: int) -> wlb.Packer:
         """The packer for this number of ranks that read different documents."""
@@ -130,7 +131,8 @@ class Setup:
             each = micro_batches(self.tokens_per_batch, ranks=readers, max_tokens=most, together=together)
             count = readers * each
         limits = {"max_tokens": most, "tokens_per_batch": self.tokens_per_batch, **self.shape}
-        return self.loading.packer(count, cost_model=self.loading.cost_model, **limits)
+        meet = not self.dynamic_cp and any(map(_is_sharded, self.chunks))
+        return self.loading.packer(count, ranks=readers, meet=meet, cost_model=self.loading.cost_model, **limits)
 
     def _checked(self) -> Setup:
         """Itself, with the most tokens of a document."""
@@ -159,6 +161,15 @@ def _parts_of(model: Any) -> tuple[Any, list[Any]]:
         found = type(model).__name__
         raise error("model", f"is a {found}: must be a model of Megatron-Core, or its configuration", value=found)
     return get_model_config(chunks[0]), chunks
+
+
+def _is_sharded(chunk: Any) -> bool:
+    """Whether FSDP makes ranks wait in every micro-batch: there they gather parameters, or add up gradients."""
+    if isinstance(chunk, TorchFullyShardedDataParallel):
+        return True
+    config = getattr(chunk, "ddp_config", None)
+    divided = getattr(config, "data_parallel_sharding_strategy", None)
+    return getattr(config, "use_megatron_fsdp", False) and divided in ("optim_grads", "optim_grads_params")
 
 
 def _check_options(loading: Loading, planning: Mapping[str, Any], *, dynamic_cp: bool) -> None:

@@ -86,6 +86,10 @@ class WlbDataLoader(BaseDataLoader):
         max_delay: int = MAX_DELAY
         """Most steps that a document waits for others; with 0 none waits."""
 
+        sync: Literal["step", "micro_batch"] | None = None
+        """Where data-parallel ranks wait for each other: once a step, or in every micro-batch. By default as FSDP and
+        the pipeline demand."""
+
         tokens_per_batch: int | None = None
         """Tokens of a step on all ranks; by default four fifths of what its micro-batches hold."""
 
@@ -93,8 +97,8 @@ class WlbDataLoader(BaseDataLoader):
         """Micro-batches of a rank in a step: gradient accumulation times those of the pipeline. Set by `balance`."""
 
         multiple_of_tokens: int = 1
-        """Micro-batches are padded to a multiple of this, and max_tokens counts the padding. `balance` also makes it a
-        multiple of what parallelism needs."""
+        """Micro-batches are padded to a multiple of this, and max_tokens counts the padding. `balance` makes that a
+        multiple on each context-parallel rank, and a multiple of what parallelism needs."""
 
         token_buckets: list[int] = field(default_factory=list)
         """The allowed lengths of micro-batches, ascending. Micro-batches are padded to the next one, so compiled models
@@ -187,6 +191,7 @@ class WlbDataLoader(BaseDataLoader):
             max_document_tokens=context,
             oversize=config.oversize,
             max_delay=config.max_delay,
+            sync=config.sync,
             num_epochs=FOREVER if config.num_epochs is None else config.num_epochs,
             shuffle=config.shuffle,
             seed=config.seed,
@@ -195,7 +200,7 @@ class WlbDataLoader(BaseDataLoader):
         limits: dict[str, Any] = {"max_tokens": config.max_tokens, "cost_model": config.cost_model, **shape}
         num_micro_batches = config.micro_batches * dp_world_size
         tokens = step_tokens(num_micro_batches * most) if config.tokens_per_batch is None else config.tokens_per_batch
-        packer = loading.packer(num_micro_batches, **limits, tokens_per_batch=tokens)
+        packer = loading.packer(num_micro_batches, ranks=dp_world_size, **limits, tokens_per_batch=tokens)
         packed = partial(collate, **shape)
         self.steps: StepLoader[PackedBatch] | BalancedStream[PackedBatch]
         self._share = of_replicas(None) if dp_world_size == 1 else config.group

@@ -129,11 +129,16 @@ def _for_ranks(config: Any, ranks: Any) -> WlbDataLoader.Config:
     if tokens is None:
         rows = training.global_batch_size
         tokens = (rows if rows > 0 else training.local_batch_size * replicas) * training.seq_len
-    loader = replace(loader, multiple_of_tokens=math.lcm(loader.multiple_of_tokens, _multiple(config, ranks)))
+    loader = replace(
+        loader, multiple_of_tokens=math.lcm(ranks.cp * loader.multiple_of_tokens, _multiple(config, ranks))
+    )
     together = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size if ranks.pp_enabled else 1
     model = config.model_spec.model
+    # FSDP gathers parameters in every micro-batch, but the stages of a pipeline keep them for a step.
+    meet = ranks.dp_shard > 1 and not ranks.pp_enabled
     return replace(
         loader,
+        sync=("micro_batch" if meet else "step") if loader.sync is None else loader.sync,
         tokens_per_batch=tokens,
         micro_batches=micro_batches(tokens, ranks=replicas, max_tokens=loader.most_tokens(), together=together),
         cost_model=cost_of_model(model) if loader.cost_model is None else loader.cost_model,

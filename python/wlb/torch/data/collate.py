@@ -59,9 +59,9 @@ def collate(
         strategy: as in `wlb.shard`.
         causal: as in `wlb.shard`. Labels are those of next-token prediction either way.
         document_ids: int64 [documents], instead of those in the documents; by default rows have their index here.
-        multiple_of_tokens: pads to a multiple of this number of tokens, on all context-parallel ranks together. Give
-            the same to the packer, which counts the padding. The padding is a document of its own with token 0,
-            positions from 0 and no labels.
+        multiple_of_tokens: pads so that every context-parallel rank has a multiple of this number of tokens (all have
+            equally many). Give this and `cp_size` to the packer, too, which counts the padding. The padding is a
+            document of its own with token 0, positions from 0 and no labels.
         token_buckets: pads to the first of these sizes that is large enough, ascending; as in the packer.
         max_documents: `cu_seqlens` has this and 2 entries (with padding's), as CUDA graphs need.
         columns: names of further columns of rows to carry, as `PackedBatch.columns`. If the documents were read with
@@ -100,7 +100,8 @@ def collate(
         raise error("max_documents", message, value=max_documents)
     lengths = np.array([document.tokens.size for document in named], np.int64)
     total = int(lengths.sum())
-    padding = padded_tokens(total, multiple_of_tokens=multiple_of_tokens, token_buckets=token_buckets) - total
+    sizes: dict[str, Any] = {"multiple_of_tokens": multiple_of_tokens, "token_buckets": token_buckets}
+    padding = padded_tokens(total, cp_size=cp_size, **sizes) - total
     if padding:
         lengths = np.append(lengths, padding)
     shard = wlb.shard(lengths, cp_size=cp_size, strategy=strategy, causal=causal, **sharding)  # type: ignore[arg-type]

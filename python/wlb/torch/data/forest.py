@@ -145,8 +145,9 @@ def collate_forest(
         micro_batch: of a `wlb.ForestPlan`; or a forest, with all its samples.
         cp_rank: this rank in the context-parallel group.
         cp_size: ranks of that group.
-        multiple_of_tokens: pads to a multiple of this number of unique tokens, on all context-parallel ranks together,
-            with a root of its own, of token 0, that predicts nothing.
+        multiple_of_tokens: pads so that every context-parallel rank has a multiple of this number of unique tokens,
+            with a root of its own, of token 0, that predicts nothing. Give this and `cp_size` to `wlb.pack_forest`,
+            too.
 
     Returns:
         The batch, in ordinary memory of the CPU.
@@ -179,7 +180,8 @@ def collate_forest(
     flat = np.concatenate(arrays, dtype=np.int64, casting="unsafe") if arrays else np.zeros(0, np.int64)
     forest.check_tokens(flat, offsets)
     check_integer("cp_rank", cp_rank, minimum=0)
-    padding = padded_tokens(forest.unique_tokens, multiple_of_tokens=multiple_of_tokens) - forest.unique_tokens
+    unique = forest.unique_tokens
+    padding = padded_tokens(unique, multiple_of_tokens=multiple_of_tokens, cp_size=cp_size) - unique
     shard = wlb.shard_forest(_filled(forest, padding) if padding else forest, cp_size=cp_size)
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb._choices import Oversize
+from wlb._choices import Oversize, Sync
 from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb._shown import explained
@@ -54,6 +54,8 @@ class Loading:
         oversize: for longer documents: "split" them into pieces, where every token still predicts the next one,
             "truncate" them, or raise an "error".
         max_delay: most steps that a document waits for others; with 0 none waits.
+        sync: where data-parallel ranks wait for each other: once a "step" (DDP, ZeRO-1 and 2), or in every
+            "micro_batch" (FSDP, ZeRO-3). By default what the trainer says; "step" in a loop of your own.
         cost_model: what documents cost, if the model's configuration does not tell.
         lengths: int[documents] tokens, if you know them; otherwise they are read once.
         num_epochs: epochs of the run, after which waiting documents are trained.
@@ -74,6 +76,7 @@ class Loading:
     max_document_tokens: int | None = None
     oversize: Oversize = "split"
     max_delay: int = MAX_DELAY
+    sync: Sync | None = None
     cost_model: wlb.CostModel | None = None
     lengths: ArrayLike | None = None
     num_epochs: int = 1
@@ -89,6 +92,8 @@ class Loading:
     def __post_init__(self) -> None:
         check_integer("max_delay", self.max_delay, minimum=0)
         check_integer("num_workers", self.num_workers, minimum=0)
+        if self.sync not in (None, *get_args(Sync)):
+            raise error("sync", f"= {self.sync!r}: must be one of {', '.join(get_args(Sync))}", value=self.sync)
         check_bool("shuffle", self.shuffle)
         RowReader(self.columns, self.labels_ahead)  # raises if they are wrong
 
@@ -124,12 +129,19 @@ class Loading:
         mapping = config if isinstance(config, Mapping) else config.to_dict()
         return wlb.ModelConfig.from_hugging_face(mapping).cost_model()
 
-    def packer(self, num_micro_batches: int, **others: Any) -> wlb.Packer:
-        """A packer for steps of `num_micro_batches`; `others` are arguments of `wlb.Packer` that take precedence.
+    def packer(self, num_micro_batches: int, *, ranks: int, meet: bool = False, **others: Any) -> wlb.Packer:
+        """A packer for steps of `num_micro_batches`.
 
-        Give `tokens_per_batch` if it is not one context for each micro-batch.
+        Args:
+            num_micro_batches: of a step, on all ranks together.
+            ranks: data-parallel ranks.
+            meet: whether these ranks wait for each other in every micro-batch, unless `sync` was given.
+            **others: arguments of `wlb.Packer` that take precedence. Give `tokens_per_batch` if it is not one context
+                for each micro-batch.
         """
         arguments: dict[str, Any] = {"max_document_tokens": self.max_document_tokens, "oversize": self.oversize}
+        if ranks > 1 and (meet if self.sync is None else self.sync == "micro_batch"):
+            arguments |= {"dp_size": ranks, "sync": "micro_batch"}
         if self.max_delay:
             arguments |= {"release": "adaptive", "max_delay": self.max_delay}
         elif {"release", "outlier_thresholds"} & others.keys():
@@ -209,7 +221,7 @@ def balanced_loader(
         config: of a Hugging Face model, from which costs of documents are computed; or give `cost_model`.
         group: data-parallel ranks; None: all ranks, or a single process.
         **options: of `wlb.torch.Loading`: `max_document_tokens`, `oversize`, `max_delay`, `cost_model`,
-            `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `worker_init_fn`, `generator`,
+            `sync`, `lengths`, `num_epochs`, `shuffle`, `seed`, `num_workers`, `worker_init_fn`, `generator`,
             `multiprocessing_context`, `columns`, `labels_ahead`; and of `wlb.Packer`: `method`, `release`,
             `delay_price`, `max_step_cost`, ...
 
@@ -223,15 +235,19 @@ def balanced_loader(
     Complexity:
         O(documents) if lengths need not be read from documents.
     """
-    loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches",))
+    loading, packer = Loading.of(options, wlb.Packer, but=("num_micro_batches", "cp_size"))
     check_integer("max_tokens", max_tokens, minimum=1)
     check_integer("tokens_per_batch", tokens_per_batch, minimum=1)
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     count = ranks * micro_batches(tokens_per_batch, ranks=ranks, max_tokens=max_tokens)
-    limits = {"max_tokens": max_tokens, "cost_model": loading.costs(config), "tokens_per_batch": tokens_per_batch}
-    made = loading.packer(count, **limits, **packer)
+    limits: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "cost_model": loading.costs(config),
+        "tokens_per_batch": tokens_per_batch,
+    }
+    made = loading.packer(count, ranks=ranks, **limits, **packer)
     shape = {name: packer[name] for name in SHAPE if name in packer}
     if isinstance(dataset, ProcessedRows):
         if wrong := [name for name in _OF_READING if name in options]:

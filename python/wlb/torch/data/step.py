@@ -327,7 +327,7 @@ def check_batch(
         raise error(argument, message, index=number, value=int(lengths[at]))
     if size != padded:
         message = f"gives a micro-batch of {size} tokens where the plan has {padded}, padding included: collate needs "
-        message += "the packer's multiple_of_tokens and token_buckets"
+        message += "the packer's multiple_of_tokens, cp_size and token_buckets"
         raise error(argument, message, value=size)
     entries = batch.cu_seqlens.numel()
     if max_documents is not None and entries != max_documents + 2:

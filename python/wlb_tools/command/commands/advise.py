@@ -65,9 +65,7 @@ def advise(
         alone = _one_rank(scenario)
         advice = None
         if alone is None and entry is not None:
-            tuned = tune_loader(
-                stream.lengths, scenario, meets=entry.meets, dynamic=entry.dynamic, progress=reporting(bars, "Plans")
-            )
+            tuned = tune_loader(stream.lengths, scenario, dynamic=entry.dynamic, progress=reporting(bars, "Plans"))
             advice = Advice(tuned.scenario, tuned.baseline, tuned.tried, tuned.best, trainer, entry.written(tuned))
         elif alone is None:
             tuning = tune_cluster(stream.lengths, scenario, by="tokens", progress=reporting(bars, "Plans"))

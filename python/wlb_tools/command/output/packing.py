@@ -17,17 +17,21 @@ from wlb_tools.simulation.methods import Setup
 from wlb_tools.simulation.trained import PackedRun
 
 _HEADLINES = (
+    ("speed for the same tokens", "speedup"),
     ("mean imbalance", "imbalance_mean"),
     ("imbalance of the worst step", "imbalance_worst"),
     ("steps that a token waits, mean", "delay_mean"),
     ("µs to plan a step, median", "planning_microseconds"),
 )
 _SHOWN = (
+    "speedup",
     *("imbalance_mean", "imbalance_p95", "imbalance_worst"),
     *("delay_mean", "delay_p99", "delay_max", "memory_skew", "planning_microseconds"),
 )
 _GRADED = ("imbalance_mean", "imbalance_band", "lost_time", "step_work_cv", "step_work_heaviest")
 _NOTES = (
+    "speed: tokens trained in the time of the heaviest micro-batches, over those of the first plan, if every micro-batch"
+    " has ranks of its own (data parallelism). `wlb simulate` and `wlb advise` know pipelines, rounds and a cluster.",
     "fixed length: documents of so many steps are packed at once, and cut at the end of a context.",
     "imbalance: work of the heaviest micro-batch over the mean of its step; 1 is perfect. All ranks wait for the"
     " heaviest micro-batch. The steps of the flush at the end are left out.",
@@ -70,18 +74,22 @@ def packing_report(
     from wlb_tools.command.output.figures.packing import draw_comparison
 
     shown = plans[-1]
-    before, after = plans[0].summary(), shown.summary()
+    per_token = {plan.name: plan.cost_per_token for plan in plans}
+    speeds = {name: per_token[plans[0].name] / cost if cost else 1.0 for name, cost in per_token.items()}
+    summaries = {plan.name: {"speedup": speeds[plan.name], **plan.summary()} for plan in plans}
+    before, after = summaries[plans[0].name], summaries[shown.name]
     levels = {plan.name: listed(plan.thresholds, ", ") for plan in plans if plan.thresholds}
     if setup.cost_model is None:
-        graded = [{**plan.summary(), "columns": plan.columns()} for plan in plans]
+        graded = [{**summaries[plan.name], "columns": plan.columns()} for plan in plans]
         table, notes = _column_table(plans, graded), (_COLUMN_NOTE, *_NOTES)
     else:
         graded, table = graded_table(plans, setup.cost_model)
+        graded = [{"speedup": speeds[plan.name], **of} for plan, of in zip(plans, graded, strict=True)]
         notes = (*_NOTES, LOST_NOTE)
     return Report(
         command=command,
         subject=shown.name,
-        title=f"Work imbalance {before['imbalance_mean']:.2f} → {after['imbalance_mean']:.2f}",
+        title=f"{after['speedup']:.2f} times the speed for the same tokens",
         sentences=(*stream.in_words(), remark),
         headlines=[Headline.of(label, before[key], after[key], COLUMNS[key]) for label, key in _HEADLINES],
         blocks=(
@@ -91,10 +99,10 @@ def packing_report(
                 f"{command}.png",
             ),
             Table.of(
-                "Balance and delay",
+                "Speed, balance and delay",
                 "method",
                 _SHOWN,
-                [(p.name, p.summary(), p.waits) for p in plans],
+                [(p.name, summaries[p.name], p.waits) for p in plans],
                 against_first=True,
             ),
             table,

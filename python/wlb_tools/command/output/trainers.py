@@ -25,7 +25,6 @@ class Entry:
         first: its first arguments.
         after: what to paste after the call.
         data_parallel: whether wlb balances only data-parallel ranks there, so that no other axis may divide the model.
-        meets: whether its loader can plan for ranks that meet in every micro-batch.
         dynamic: whether it runs Dynamic-CP.
         per_rank: whether it takes the tokens of a micro-batch on one context-parallel rank.
     """
@@ -35,7 +34,6 @@ class Entry:
     first: tuple[str, ...] = ()
     after: str = ""
     data_parallel: bool = True
-    meets: bool = True
     dynamic: bool = False
     per_rank: bool = False
 
@@ -76,8 +74,8 @@ class Entry:
             costs = Verbatim(f"wlb.CostModel.from_json({tuning.planner['cost_model'].to_json()!r})")
             prices = {name: value for name, value in tuning.planner.items() if name not in _OF_MODEL}
             values |= {"dynamic_cp": True, **prices, "cost_model": costs}
-        elif self.meets:
-            values |= scenario.meeting_ranks
+        elif scenario.meeting_ranks:
+            values["sync"] = scenario.waiting
         return values
 
 
@@ -101,14 +99,12 @@ ENTRIES: Final[Mapping[Trainer, Entry]] = {
         "from wlb.integrations.lightning import BalancedDataModule",
         "data = BalancedDataModule",
         ("documents", "config=model.config"),
-        meets=False,
     ),
     "megatron": Entry(
         "import wlb\nfrom wlb.integrations import megatron",
         "data = megatron.data_iterator",
         ('"corpus_text_document"', "model=model"),
         data_parallel=False,
-        meets=False,
         dynamic=True,
         per_rank=True,
     ),
@@ -117,7 +113,6 @@ ENTRIES: Final[Mapping[Trainer, Entry]] = {
         "config = balance",
         ("config",),
         data_parallel=False,
-        meets=False,
     ),
 }
 """The trainers whose loader makes the plan."""

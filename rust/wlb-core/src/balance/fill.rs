@@ -13,6 +13,8 @@ use super::takers::Takers;
 pub(crate) enum Rule {
     /// Costliest item first, to the bin that lacks the most cost to its target.
     LeastLoad,
+    /// Longest item first, to the bin with the least load: what trainers do by hand.
+    LongestFirst,
     /// Costliest item first, to the bin that lacks the most cost per token of its room, so that tokens and cost run
     /// out together.
     Steepest,
@@ -48,6 +50,11 @@ impl<'a> Bins<'a> {
         let slope = |bins: &Self, j: usize| bins.loads[j] / bins.room(j).max(1) as f64;
         let filled = match rule {
             Rule::LeastLoad => self.fill_by(items, |bins, j| bins.loads[j], f64::INFINITY, ceiling),
+            Rule::LongestFirst => {
+                let mut longest_first = items.to_vec();
+                self.sort_longest_first(&mut longest_first);
+                self.fill_by(&longest_first, |bins, j| bins.loads[j], f64::INFINITY, ceiling)
+            }
             Rule::Steepest => self.fill_by(items, slope, f64::INFINITY, ceiling),
             Rule::SteepestWithin => self.fill_by(items, slope, 0.0, ceiling),
             Rule::BestFit => self.fill_fullest().is_some(),
@@ -105,9 +112,13 @@ impl<'a> Bins<'a> {
         true
     }
 
+    fn sort_longest_first(&self, places: &mut [u32]) {
+        places.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
+    }
+
     fn fill_fullest(&mut self) -> Option<()> {
         let mut longest_first: Vec<u32> = (0..self.items.len() as u32).collect();
-        longest_first.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
+        self.sort_longest_first(&mut longest_first);
         let mut open: BTreeSet<(i64, usize)> = (0..self.loads.len()).map(|j| (self.room(j), j)).collect();
         for place in longest_first {
             let item = self.items[place as usize];

@@ -90,7 +90,7 @@ impl DynamicCpOptions {
     /// Most tokens of a rank in one micro-batch: the largest padded size within `max_tokens_per_rank`.
     pub(super) fn most_tokens(&self) -> Result<i32> {
         let Some(padding) = &self.padding else { return Ok(self.max_tokens_per_rank) };
-        let least = i64::from(padding.least());
+        let least = padding.least();
         check_range("max_tokens_per_rank", i64::from(self.max_tokens_per_rank), least, MAX_TOKENS)?;
         padding.most(self.max_tokens_per_rank)
     }

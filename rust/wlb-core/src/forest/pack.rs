@@ -11,10 +11,10 @@ use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, check_micro_batches};
+use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, Together, check_micro_batches};
 use crate::packing::pack::{pack, pack_whole};
 use crate::packing::{Packing, deal, light_ends};
-use crate::ranks::{RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
+use crate::ranks::{Division, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
 
 use super::bins::{Bins, Limits};
 use super::bound;
@@ -62,6 +62,7 @@ impl ForestOptions {
             method: Method::VarLength,
             ranks: self.ranks,
             groups: self.groups.clone(),
+            together: Together::Rank,
             equal_documents: self.equal_documents,
             max_documents: self.max_documents,
         }
@@ -224,6 +225,8 @@ struct Batch<'a> {
     paths: Vec<f64>,
     /// Samples that have to be on one rank.
     groups: Vec<Vec<u32>>,
+    /// Equal numbers of samples on ranks, if they had to be searched for.
+    division: Option<Division>,
 }
 
 impl<'a> Batch<'a> {
@@ -236,7 +239,7 @@ impl<'a> Batch<'a> {
         let limits = limits(options);
         let mut paths: Vec<f64> = leaves.whole.iter().map(|whole| whole.cost).collect();
         paths.sort_by(|a, b| b.total_cmp(a));
-        let batch = Self {
+        let mut batch = Self {
             leaves,
             options,
             model,
@@ -245,10 +248,10 @@ impl<'a> Batch<'a> {
             whole: bound::whole(leaves, limits).cost,
             paths,
             groups: groups(leaves, &options.groups),
+            division: None,
         };
         if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
-            let requirement = "found no way to give all ranks equally many samples with groups of these sizes";
-            return Err(Error::Combination { argument: "equal_documents", requirement });
+            batch.division = Some(Division::equal(&batch.items(&batch.parts()), batch.dp_size())?);
         }
         Ok(batch)
     }
@@ -430,29 +433,41 @@ impl<'a> Batch<'a> {
     /// if required.
     fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
         let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
-        let parts = match self.groups.is_empty() {
-            false => self.groups.clone(),
-            true => self.trees.iter().map(|tree| tree.clone().collect()).collect(),
-        };
+        let parts = self.parts();
         self.shared_out(&parts, rounds).or_else(|| {
             let may_part = equal && self.groups.is_empty();
             may_part.then(|| self.in_equal_numbers(&parts, dp_size)).and_then(|parts| self.shared_out(&parts, rounds))
         })
     }
 
-    /// Shares parts out to ranks.
-    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
+    /// What stays on one rank if counts allow it: groups, or trees if there are no groups.
+    fn parts(&self) -> Vec<Vec<u32>> {
+        match self.groups.is_empty() {
+            false => self.groups.clone(),
+            true => self.trees.iter().map(|tree| tree.clone().collect()).collect(),
+        }
+    }
+
+    /// Parts as items, costliest first.
+    fn items(&self, parts: &[Vec<u32>]) -> Vec<Item> {
         let item = |(index, part): (usize, &Vec<u32>)| {
             let load = self.leaves.together(part.iter().copied());
             Item { cost: load.cost, tokens: load.tokens, documents: part.len() as u32, index: index as u32 }
         };
         let mut items: Vec<Item> = parts.iter().enumerate().map(item).collect();
         sort(&mut items);
+        items
+    }
+
+    /// Shares parts out to ranks.
+    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
+        let items = self.items(parts);
         let shared = Shared {
             ranks: self.dp_size(),
             tokens: self.limits.tokens.saturating_mul(rounds as i64),
             documents: self.limits.documents.saturating_mul(rounds).min(1 << 31) as i64,
             equal_documents: self.options.equal_documents,
+            division: self.division.as_ref(),
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
             thorough: false,
         };

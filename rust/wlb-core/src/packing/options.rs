@@ -47,6 +47,18 @@ named_choices! {
     }
 }
 
+named_choices! {
+    /// Where the documents of one group stay together.
+    #[derive(Default)]
+    Together, "together" {
+        /// On one rank: the samples of one prompt, whose rewards are compared.
+        #[default]
+        Rank = "rank",
+        /// In one micro-batch: examples whose loss needs several documents at once (DPO, reward models).
+        MicroBatch = "micro_batch",
+    }
+}
+
 /// The data-parallel ranks that a plan was made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

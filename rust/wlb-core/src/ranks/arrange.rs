@@ -1,7 +1,7 @@
 //! Rearranges documents that lie in micro-batches already, for ranks or within a limit on their number.
 
 use crate::packing::deal;
-use crate::packing::options::{Method, Ranks};
+use crate::packing::options::{Method, Ranks, Together};
 use crate::packing::placement::Placement;
 
 use super::options::RankOptions;
@@ -34,6 +34,7 @@ pub(crate) fn arrange(
         method: Method::VarLength,
         ranks,
         groups: Vec::new(),
+        together: Together::Rank,
         equal_documents: false,
         max_documents,
     };

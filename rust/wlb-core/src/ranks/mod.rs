@@ -2,6 +2,7 @@
 //! together.
 
 mod arrange;
+mod division;
 mod groups;
 mod options;
 mod plan;
@@ -10,6 +11,7 @@ mod share_out;
 mod sums;
 
 pub(crate) use arrange::arrange;
+pub(crate) use division::Division;
 pub use options::RankOptions;
 pub use plan::pack_for_ranks;
 pub(crate) use rounds::{heaviest_together, rows_to_ranks};

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result, check_range, saturating_i64};
 use crate::limits::{MAX_MICRO_BATCHES, MAX_TOKENS};
-use crate::packing::options::{Method, Ranks, Sync, check_micro_batches};
+use crate::packing::options::{Method, Ranks, Sync, Together, check_micro_batches};
 
 /// Options for packing a global batch for ranks, or with a limit on the documents of a micro-batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,8 +20,10 @@ pub struct RankOptions {
     pub method: Method,
     /// The ranks; `None` if only the number of documents is limited and micro-batches are not dealt.
     pub ranks: Option<Ranks>,
-    /// A group number for each document: documents with the same number stay on one rank. Empty for no groups.
+    /// A group number for each document: documents with the same number stay together. Empty for no groups.
     pub groups: Vec<i64>,
+    /// Where documents of one group stay together: on one rank, or in one micro-batch.
+    pub together: Together,
     /// Whether all ranks get equally many documents (they differ by at most one).
     pub equal_documents: bool,
     /// Most documents of a micro-batch.
@@ -39,6 +41,11 @@ impl RankOptions {
         self.ranks.map_or(Sync::Step, |ranks| ranks.sync)
     }
 
+    /// The group numbers of documents that stay together in this way; empty if there are none.
+    pub(super) fn groups_in(&self, together: Together) -> &[i64] {
+        if self.together == together { &self.groups } else { &[] }
+    }
+
     pub(crate) fn check(&self, documents: usize, of: &'static str) -> Result<()> {
         let (most, dp_size) = (MAX_MICRO_BATCHES as i64, self.dp_size());
         check_range("dp_size", saturating_i64(dp_size), 1, most)?;
@@ -49,7 +56,7 @@ impl RankOptions {
         }
         let combination = |argument, requirement| Err(Error::Combination { argument, requirement });
         if !matches!(self.method, Method::VarLength | Method::Refined) {
-            let requirement = "dp_size and max_documents need \"var_length\" or \"refined\"";
+            let requirement = "dp_size, groups and max_documents need \"var_length\" or \"refined\"";
             return combination("method", requirement);
         }
         if let Some(total) = self.num_micro_batches {
@@ -58,10 +65,14 @@ impl RankOptions {
                 return Err(Error::Indivisible { argument: "dp_size", value: saturating_i64(dp_size), total });
             }
         }
-        let needs_ranks = "needs dp_size: it says what a rank has";
         match self.ranks {
-            None if !self.groups.is_empty() => return combination("groups", needs_ranks),
-            None if self.equal_documents => return combination("equal_documents", needs_ranks),
+            None if !self.groups_in(Together::Rank).is_empty() => {
+                let requirement = "needs dp_size, or together=\"micro_batch\": otherwise it says what a rank has";
+                return combination("groups", requirement);
+            }
+            None if self.equal_documents => {
+                return combination("equal_documents", "needs dp_size: it says what a rank has");
+            }
             _ => {}
         }
         if !self.groups.is_empty() && self.groups.len() != documents {

@@ -3,19 +3,21 @@
 //! There are two ways. If documents may go to any rank, micro-batches are filled first and dealt to ranks; then
 //! documents are exchanged between micro-batches of different ranks, within the limits. This needs no more
 //! micro-batches than packing without ranks. If ranks must keep groups together or have equally many documents,
-//! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches.
+//! documents are first shared out to ranks, and each rank's documents then fill its own micro-batches. In both ways the
+//! documents of a group that stays in one micro-batch are one item.
 
 use crate::balance::{Bins, Item, Leveller, Limits, Rule, WORTH_A_ROUND, documents, fewest, more};
 use crate::error::{Error, Result};
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
-use crate::packing::options::{Ranks, Sync, check_micro_batches};
+use crate::packing::options::{Ranks, Sync, Together, check_micro_batches};
 use crate::packing::pack::check_fit;
 use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
 use crate::packing::{deal, light_ends};
 
-use super::groups::{groups, members};
+use super::division::Division;
+use super::groups::{Placed, members};
 use super::options::RankOptions;
 use super::share_out::{STEPS, Shared, share_out};
 use super::{rounds, sums};
@@ -46,9 +48,10 @@ const ANY: i64 = 1 << 31;
 /// # Errors
 /// [`Error::OutOfRange`] for sizes, also if more than [`MAX_MICRO_BATCHES`] would be needed; [`Error::TooLong`] for a
 /// document over `max_tokens`; [`Error::Mismatch`] if the number of groups is not that of the documents;
-/// [`Error::Indivisible`] if `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for
-/// groups whose sizes cannot be dealt equally, several columns of costs, or documents that do not fit into a given
-/// number of micro-batches; [`Error::InfiniteCost`].
+/// [`Error::GroupTooLarge`] for a group that stays in one micro-batch and exceeds its limits; [`Error::Indivisible`] if
+/// `dp_size` does not divide a given number of micro-batches; [`Error::Combination`] for groups whose sizes cannot be
+/// dealt equally, several columns of costs, or documents that do not fit into a given number of micro-batches;
+/// [`Error::InfiniteCost`].
 ///
 /// # Complexity
 /// O(n log n) for `n` documents and a bounded number of exchanges, for each number of micro-batches that is tried:
@@ -56,7 +59,7 @@ const ANY: i64 = 1 << 31;
 ///
 /// # Example
 /// ```
-/// use wlb_core::packing::{Ranks, Sync};
+/// use wlb_core::packing::{Ranks, Sync, Together};
 /// use wlb_core::ranks::{RankOptions, pack_for_ranks};
 /// use wlb_core::{CostModel, Lengths, Mask, Method};
 ///
@@ -69,6 +72,7 @@ const ANY: i64 = 1 << 31;
 ///     method: Method::VarLength,
 ///     ranks: Some(Ranks { dp_size: 2, sync: Sync::Step }),
 ///     groups: vec![],
+///     together: Together::Rank,
 ///     equal_documents: true,
 ///     max_documents: None,
 ///     fewest: false,
@@ -89,7 +93,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
         Pricing::Model(model) => model.costs(lengths),
         Pricing::Given(given) if given.columns() == 1 && !given.is_limited() => given.values().to_vec(),
         Pricing::Given(_) => {
-            let requirement = "dp_size and max_documents take one column, without a limit";
+            let requirement = "dp_size, groups and max_documents take one column, without a limit";
             return Err(Error::Combination { argument: "costs", requirement });
         }
     };
@@ -99,7 +103,7 @@ pub fn pack_for_ranks<'a>(lengths: &Lengths, options: &RankOptions, costs: impl 
     let (rounds, ranks) = batch.best()?;
     let mut assignment = vec![-1; lengths.len()];
     for (micro_batch, contents) in (0..).zip(ranks.iter().flatten()) {
-        contents.iter().for_each(|&document| assignment[document as usize] = micro_batch);
+        batch.documents(contents).for_each(|document| assignment[document as usize] = micro_batch);
     }
     let packing = Packing::from_assignment(lengths, &assignment, rounds * dp_size, options.max_tokens, costs)?;
     Ok(Packing { method: Some(options.method), ranks: options.ranks, ..packing })
@@ -109,7 +113,7 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
-/// The documents of each micro-batch of each rank, in schedule order.
+/// The items of each micro-batch of each rank, in schedule order, as indices of documents or bundles.
 pub(super) type Contents = Vec<Vec<Vec<u32>>>;
 
 /// Micro-batches, those of each rank, and the time of the step.
@@ -118,14 +122,16 @@ type Plan<'a> = (Bins<'a>, Vec<Vec<usize>>, f64);
 /// A global batch and the constraints on its plan.
 pub(super) struct Batch<'a> {
     options: &'a RankOptions,
-    /// Documents, costliest first.
-    items: Vec<Item>,
-    /// Index in `items` of each document.
-    places: Vec<u32>,
-    /// Documents of each group; empty if documents may go to any rank.
+    /// Documents of each bundle; empty if every document is an item.
+    bundles: Vec<Vec<u32>>,
+    /// What stays in one micro-batch: documents, or bundles of them.
+    placed: Placed,
+    /// Items of each group, as indices of documents or bundles; empty if items may go to any rank.
     members: Vec<Vec<u32>>,
     /// The groups as items, costliest first.
     groups: Vec<Item>,
+    /// Equal numbers of documents on ranks, if they had to be searched for.
+    division: Option<Division>,
     limits: Limits,
     /// Where the ranks wait for each other.
     sync: Sync,
@@ -137,21 +143,50 @@ pub(super) struct Batch<'a> {
 
 impl<'a> Batch<'a> {
     pub(super) fn new(lengths: &[i32], costs: &[f64], options: &'a RankOptions) -> Result<Self> {
-        let items = documents(lengths, costs);
-        let mut places = vec![0; items.len()];
-        items.iter().zip(0..).for_each(|(item, place)| places[item.index as usize] = place);
-        let by_rank = !options.groups.is_empty() || options.equal_documents;
-        let members = if by_rank { members(lengths.len(), &options.groups) } else { Vec::new() };
-        let groups = groups(&members, lengths, costs);
+        let mut placed = Placed::new(documents(lengths, costs));
+        let bundled = options.groups_in(Together::MicroBatch);
+        let bundles = if bundled.is_empty() { Vec::new() } else { members(lengths.len(), bundled) };
+        if !bundles.is_empty() {
+            placed = Placed::new(placed.grouped(&bundles));
+        }
+        let on_ranks = options.groups_in(Together::Rank);
+        let by_rank = !on_ranks.is_empty() || options.equal_documents;
+        let members = if by_rank { members(placed.items.len(), on_ranks) } else { Vec::new() };
+        let groups = placed.grouped(&members);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let (sync, micro_batch) = (options.sync(), 0.0);
-        let batch = Self { options, items, places, members, groups, limits, sync, micro_batch, start: None };
+        let (division, sync, micro_batch) = (None, options.sync(), 0.0);
+        let mut batch =
+            Self { options, bundles, placed, members, groups, division, limits, sync, micro_batch, start: None };
+        batch.check_bundles()?;
         if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, false).is_none() {
-            let requirement = "found no way to give all ranks equally many documents with groups of these sizes";
-            return Err(Error::Combination { argument: "equal_documents", requirement });
+            batch.division = Some(Division::equal(batch.shares(), options.dp_size())?);
         }
         Ok(batch)
+    }
+
+    /// Checks that each bundle fits into a micro-batch.
+    fn check_bundles(&self) -> Result<()> {
+        let Limits { tokens, documents } = self.limits;
+        for (bundle, index) in self.bundles.iter().zip(0..) {
+            let item = self.placed.of(index);
+            let sizes = [("tokens", "max_tokens", item.tokens, tokens)];
+            let counts = [("documents", "max_documents", i64::from(item.documents), documents)];
+            for (of, limit, size, most) in sizes.into_iter().chain(counts) {
+                if size > most {
+                    let index = bundle[0] as usize;
+                    let (value, given) = (self.options.groups[index], format!("{limit} = {most}"));
+                    return Err(Error::GroupTooLarge { index, value, size, of, given, limit });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The documents of these items, given by their indices.
+    fn documents<'b>(&'b self, items: &'b [u32]) -> impl Iterator<Item = u32> + 'b {
+        let held = |item: &'b u32| self.bundles.get(*item as usize).map_or(std::slice::from_ref(item), Vec::as_slice);
+        items.iter().flat_map(held).copied()
     }
 
     /// The plan with the smallest number of rounds that was found to hold all documents, a multiple of `multiple`.
@@ -167,8 +202,8 @@ impl<'a> Batch<'a> {
         if multiple > 1 || self.options.fewest || self.options.ranks.is_none() {
             return Ok(found);
         }
-        let total: f64 = self.items.iter().map(|item| item.cost).sum();
-        let costliest = self.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
+        let total: f64 = self.placed.items.iter().map(|item| item.cost).sum();
+        let costliest = self.placed.items.iter().chain(&self.groups).map(|item| item.cost).fold(0.0, f64::max);
         let least = (total / dp_size as f64).max(costliest);
         let attempt = |rounds: usize| {
             check_micro_batches(rounds * dp_size).ok()?;
@@ -187,7 +222,7 @@ impl<'a> Batch<'a> {
     }
 
     fn cost(&self, held: &[u32]) -> f64 {
-        held.iter().map(|&document| self.items[self.places[document as usize] as usize].cost).sum()
+        held.iter().map(|&index| self.placed.of(index).cost).sum()
     }
 
     /// The plan with the given number of rounds, or with the number that its step asks for.
@@ -220,7 +255,8 @@ impl<'a> Batch<'a> {
         Ok(if worth(other) < worth(own) { other.clone() } else { own.clone() })
     }
 
-    /// The same micro-batches on the same ranks, such that the heaviest of all ranks run together.
+    /// Puts each rank's micro-batches in schedule order by cost, so that the heaviest micro-batches of all ranks run
+    /// together, then the next. Each rank keeps its micro-batches, and each micro-batch its documents.
     fn in_rounds(&self, mut plan: Contents) -> Contents {
         for held in &mut plan {
             held.sort_by(|a, b| self.cost(b).total_cmp(&self.cost(a)));
@@ -236,10 +272,14 @@ impl<'a> Batch<'a> {
             let by_tokens = (tokens_held as u64).div_ceil(tokens as u64 * ranks as u64) as usize;
             by_tokens.max(documents_held.div_ceil(documents as usize * ranks)).max(apart.div_ceil(ranks))
         };
-        let all = self.items.iter().map(|item| item.tokens).sum();
-        // No two of these documents fit together.
-        let apart = self.items.iter().filter(|item| item.tokens > tokens / 2).count();
-        let whole = needs(all, self.items.len(), apart, self.options.dp_size());
+        let items = &self.placed.items;
+        let all = items.iter().map(|item| item.tokens).sum();
+        let count = items.iter().map(|item| item.documents as usize).sum();
+        // No two of these items fit together.
+        let long = items.iter().filter(|item| item.tokens > tokens / 2).count();
+        let large = items.iter().filter(|item| i64::from(item.documents) > documents / 2).count();
+        let apart = long.max(large);
+        let whole = needs(all, count, apart, self.options.dp_size());
         let group = |group: &Item| needs(group.tokens, group.documents as usize, 1, 1);
         self.groups.iter().map(group).fold(whole, usize::max).max(1)
     }
@@ -250,10 +290,10 @@ impl<'a> Batch<'a> {
         let sync = self.sync;
         let targets = match sync {
             Sync::Step => {
-                let total: f64 = self.items.iter().map(|item| item.cost).sum();
+                let total: f64 = self.placed.items.iter().map(|item| item.cost).sum();
                 vec![total / (rounds * dp_size) as f64; rounds]
             }
-            Sync::MicroBatch => rounds::targets(&self.items, dp_size, rounds),
+            Sync::MicroBatch => rounds::targets(&self.placed.items, dp_size, rounds),
         };
         let mean = targets.iter().sum::<f64>() / rounds as f64;
         let most = match sync {
@@ -263,9 +303,17 @@ impl<'a> Batch<'a> {
         let mut plans: Vec<Plan> = Vec::new();
         if self.members.is_empty() {
             let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
-            let bins = self.filled(&self.items, &targets, CLOSE * mean, self.start.as_deref())?;
-            let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
-            plans.push(self.levelled(bins, ranks, mean));
+            let filled = self.filled(&self.placed.items, &targets, CLOSE * mean, self.start.as_deref());
+            // Bundles that cost much may be short. Then filling by cost can be worse than what trainers do by hand.
+            let by_hand = (!self.bundles.is_empty())
+                .then(|| Bins::filled(&self.placed.items, self.limits, &vec![0.0; targets.len()], Rule::LongestFirst));
+            for bins in filled.into_iter().chain(by_hand.flatten()) {
+                let ranks = deal(&bins.costs(), dp_size).chunks(rounds).map(<[usize]>::to_vec).collect();
+                plans.push(self.levelled(bins, ranks, mean));
+            }
+            if plans.is_empty() {
+                return None;
+            }
         }
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
         // or if micro-batches are full. Then plans that share out to ranks first are tried, too. A thorough search
@@ -277,7 +325,8 @@ impl<'a> Batch<'a> {
             }
         }
         let (bins, ranks, _) = plans.into_iter().min_by(|a, b| a.2.total_cmp(&b.2))?;
-        let documents = |&j: &usize| bins.contents[j].iter().map(|&place| self.items[place as usize].index).collect();
+        let documents =
+            |&j: &usize| bins.contents[j].iter().map(|&place| self.placed.items[place as usize].index).collect();
         Some(ranks.iter().map(|held| held.iter().map(documents).collect()).collect())
     }
 
@@ -293,7 +342,7 @@ impl<'a> Batch<'a> {
 
     /// Whether documents may go from rank to rank.
     fn documents_move(&self) -> bool {
-        self.options.groups.is_empty()
+        self.options.groups_in(Together::Rank).is_empty()
     }
 
     /// Levels the sums of ranks, then the micro-batches of each rank, and puts these in schedule order.
@@ -358,12 +407,18 @@ impl<'a> Batch<'a> {
             return Some(first.clone());
         }
         let started = start.map(|start| {
-            let places = start.iter().map(|held| held.iter().map(|&document| self.places[document as usize]).collect());
+            let places =
+                start.iter().map(|held| held.iter().map(|&document| self.placed.places[document as usize]).collect());
             levelled(Bins::held(items, self.limits, targets, places.collect()))
         });
         let made_so = [first, made(Rule::Steepest), started].into_iter().flatten();
         let best = made_so.reduce(|best, other| if excess(&other) < excess(&best) { other } else { best });
         best.or_else(|| made(Rule::BestFit))
+    }
+
+    /// Groups, or items if there are none.
+    fn shares(&self) -> &[Item] {
+        if self.members.is_empty() { &self.placed.items } else { &self.groups }
     }
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
@@ -374,10 +429,11 @@ impl<'a> Batch<'a> {
             tokens: self.limits.tokens * rounds as i64,
             documents: self.limits.documents * rounds as i64,
             equal_documents: self.options.equal_documents,
+            division: self.division.as_ref(),
             close,
             thorough,
         };
-        share_out(if self.members.is_empty() { &self.items } else { &self.groups }, &shared)
+        share_out(self.shares(), &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
@@ -385,16 +441,16 @@ impl<'a> Batch<'a> {
         let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, thorough)?;
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
-        let mut bins = Bins::new(&self.items, self.limits, &held_targets);
+        let mut bins = Bins::new(&self.placed.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
             let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
             let mut places: Vec<u32> = if self.members.is_empty() {
                 held.clone()
             } else {
-                held.iter().flat_map(members).map(|&document| self.places[document as usize]).collect()
+                held.iter().flat_map(members).map(|&document| self.placed.places[document as usize]).collect()
             };
             places.sort_unstable();
-            let items: Vec<Item> = places.iter().map(|&place| self.items[place as usize]).collect();
+            let items: Vec<Item> = places.iter().map(|&place| self.placed.items[place as usize]).collect();
             let filled = self.filled(&items, targets, CLOSE * mean, None)?;
             for (round, contents) in filled.contents.iter().enumerate() {
                 let micro_batch = rank * targets.len() + round;
@@ -405,10 +461,12 @@ impl<'a> Batch<'a> {
         Some((bins, ranks))
     }
 
-    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round.
+    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round; without ranks the
+    /// heaviest micro-batch.
     fn longest(&self, bins: &Bins<'_>, ranks: &[Vec<usize>]) -> f64 {
         let costs = bins.costs();
         match self.sync {
+            Sync::Step if self.options.ranks.is_none() => costs.iter().copied().fold(0.0, f64::max),
             Sync::Step => ranks.iter().map(|held| held.iter().map(|&j| costs[j]).sum()).fold(0.0, f64::max),
             Sync::MicroBatch => {
                 let heaviest = |round: usize| ranks.iter().map(|held| costs[held[round]]).fold(0.0, f64::max);

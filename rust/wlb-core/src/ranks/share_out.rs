@@ -2,6 +2,8 @@
 
 use crate::balance::{Bins, Item, Leveller, Limits, Rule, Rules, Size};
 
+use super::division::Division;
+
 /// Most steps of exchanges: a tenth of a millisecond.
 pub(super) const STEPS: usize = 1 << 15;
 /// Number of partners with which a rank tries to exchange.
@@ -11,7 +13,7 @@ const PARTNERS: usize = 12;
 const PAIRS: usize = 1 << 10;
 
 /// Limits of a share-out.
-pub(crate) struct Shared {
+pub(crate) struct Shared<'a> {
     /// Number of ranks.
     pub(crate) ranks: usize,
     /// Most tokens of a rank.
@@ -20,6 +22,8 @@ pub(crate) struct Shared {
     pub(crate) documents: i64,
     /// Whether all ranks get equally many documents (they differ by at most one).
     pub(crate) equal_documents: bool,
+    /// Equal numbers of documents for groups that the rule [`Rule::FewestDocuments`] does not divide equally.
+    pub(crate) division: Option<&'a Division>,
     /// Difference in cost at which ranks count as level.
     pub(crate) close: f64,
     /// Whether the best exchange of all partners is made, not that of the first partner that has one, and, if nobody
@@ -31,16 +35,18 @@ pub(crate) struct Shared {
 ///
 /// # Arguments
 /// * `items` - costliest first.
-pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared) -> Option<Bins<'a>> {
+pub(crate) fn share_out<'a>(items: &'a [Item], shared: &Shared<'_>) -> Option<Bins<'a>> {
     let limits = Limits { tokens: shared.tokens, documents: shared.documents };
     let rule = if shared.equal_documents { Rule::FewestDocuments } else { Rule::LeastLoad };
-    let mut bins = Bins::filled(items, limits, &vec![0.0; shared.ranks], rule)?;
-    let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
-    let held: Vec<u32> = bins.contents.iter().map(documents).collect();
-    let spread = held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0);
-    if shared.equal_documents && spread > 1 {
-        return None;
-    }
+    let is_equal = |bins: &Bins| {
+        let documents = |held: &Vec<u32>| held.iter().map(|&place| items[place as usize].documents).sum::<u32>();
+        let held: Vec<u32> = bins.contents.iter().map(documents).collect();
+        !shared.equal_documents || held.iter().max().unwrap_or(&0) - held.iter().min().unwrap_or(&0) <= 1
+    };
+    let mut bins = match Bins::filled(items, limits, &vec![0.0; shared.ranks], rule).filter(is_equal) {
+        Some(bins) => bins,
+        None => shared.division?.filled(items, limits)?,
+    };
     let all: Vec<usize> = (0..shared.ranks).collect();
     let mut rules = Rules::new(shared.close, PARTNERS);
     if shared.thorough {

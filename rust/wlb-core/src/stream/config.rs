@@ -275,12 +275,11 @@ impl StepShape {
         self.ranks.is_some() || self.max_documents.is_some()
     }
 
-    /// The shape without the number of ranks, the multiple of tokens that follows from it, and the tokens of a global
-    /// batch: as
-    /// fingerprints need it.
+    /// The shape as fingerprints need it: without the ranks and where they wait for each other, the multiple of tokens
+    /// that follows from their number, and the tokens of a global batch.
     pub(super) fn of_any_ranks(&self) -> Self {
         Self {
-            ranks: self.ranks.map(|ranks| Ranks { dp_size: 0, ..ranks }),
+            ranks: None,
             padding: self.padding.as_ref().and_then(Padding::of_any_multiple),
             tokens_per_batch: None,
             ..self.clone()

@@ -98,7 +98,7 @@ pub(crate) fn shapes(longest: i32) -> impl Strategy<Value = (Option<Padding>, Op
     let padding = (multiple, buckets).prop_map(|(multiple, buckets)| {
         let buckets: std::collections::BTreeSet<i32> =
             buckets.into_iter().map(|bucket| (bucket + multiple - 1) / multiple * multiple).collect();
-        Some(Padding::new(multiple, &buckets.into_iter().collect::<Vec<_>>()).unwrap()).filter(|p| !p.is_none())
+        Some(Padding::new(multiple, 1, &buckets.into_iter().collect::<Vec<_>>()).unwrap()).filter(|p| !p.is_none())
     });
     let padding = prop_oneof![2 => Just(None), 1 => padding];
     (padding, prop_oneof![2 => Just(None), 1 => (1_usize..6).prop_map(Some)])

@@ -4,11 +4,38 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use wlb_core::packing::{Packing, Sync};
+use wlb_core::packing::{Packing, Sync, Together};
 use wlb_core::ranks::{RankOptions, pack_for_ranks};
 use wlb_core::{CostModel, Error, Lengths};
 
 use super::check;
+
+/// The documents of each group.
+pub(crate) fn members(groups: &[i64]) -> impl Iterator<Item = Vec<usize>> {
+    let mut members: BTreeMap<i64, Vec<usize>> = BTreeMap::new();
+    groups.iter().enumerate().for_each(|(document, &group)| members.entry(group).or_default().push(document));
+    members.into_values()
+}
+
+/// Whether groups of these sizes can be shared out so that numbers of documents differ by at most one: all sums that
+/// ranks can have, group by group.
+pub(crate) fn divides_equally(sizes: &[usize], ranks: usize) -> bool {
+    let most = sizes.iter().sum::<usize>().div_ceil(ranks);
+    let mut reached = BTreeSet::from([vec![0; ranks]]);
+    for &size in sizes {
+        let mut next = BTreeSet::new();
+        for held in reached {
+            for rank in (0..ranks).filter(|&rank| held[rank] + size <= most) {
+                let mut held = held.clone();
+                held[rank] += size;
+                held.sort_unstable();
+                next.insert(held);
+            }
+        }
+        reached = next;
+    }
+    reached.iter().any(|held| held[ranks - 1] - held[0] <= 1)
+}
 
 /// A plan that keeps all that it promises; none where documents cannot be shared out equally.
 pub(crate) fn planned(lengths: &[i32], options: &RankOptions, cost: &CostModel) -> Option<Packing> {
@@ -17,12 +44,18 @@ pub(crate) fn planned(lengths: &[i32], options: &RankOptions, cost: &CostModel) 
     let packing = match pack_for_ranks(&checked, options, cost) {
         Err(Error::Combination { argument: "equal_documents", .. }) => {
             assert!(options.equal_documents && !options.groups.is_empty(), "documents alone can always be counted out");
-            let mut sizes = BTreeMap::new();
-            options.groups.iter().for_each(|group| *sizes.entry(group).or_insert(0) += 1);
-            let same = sizes.values().collect::<BTreeSet<_>>().len() <= 1;
-            let dp_size = options.ranks.unwrap().dp_size;
-            let divided = sizes.len().is_multiple_of(dp_size) || sizes.values().all(|&size| size == 1);
-            assert!(!(same && divided), "groups of one size, as many for every rank");
+            let sizes: Vec<usize> = members(&options.groups).map(|group| group.len()).collect();
+            assert!(!divides_equally(&sizes, options.ranks.unwrap().dp_size), "{sizes:?}");
+            return None;
+        }
+        Err(Error::GroupTooLarge { index, value, size, of, .. }) => {
+            assert!(options.together == Together::MicroBatch);
+            let group = members(&options.groups).find(|group| group[0] == index).unwrap();
+            let tokens: i64 = group.iter().map(|&document| i64::from(lengths[document])).sum();
+            assert_eq!(options.groups[index], value);
+            assert_eq!(size, if of == "tokens" { tokens } else { group.len() as i64 });
+            let many = options.max_documents.is_some_and(|most| group.len() > most);
+            assert!(many || tokens > i64::from(options.max_tokens));
             return None;
         }
         Err(Error::Combination { argument: "num_micro_batches", .. }) => {
@@ -45,6 +78,15 @@ pub(crate) fn planned(lengths: &[i32], options: &RankOptions, cost: &CostModel) 
         None => assert!(total.is_multiple_of(options.multiple_of)),
     }
 
+    let home = |document: usize| match options.together {
+        Together::Rank => {
+            packing.assignment[document] as usize * options.ranks.map_or(1, |ranks| ranks.dp_size) / total
+        }
+        Together::MicroBatch => packing.assignment[document] as usize,
+    };
+    for group in members(&options.groups) {
+        assert!(group.iter().all(|&document| home(document) == home(group[0])), "a group is torn apart: {group:?}");
+    }
     let Some(ranks) = options.ranks else { return Some(packing) };
     let rounds = total / ranks.dp_size;
     let dealt = packing.deal(ranks.dp_size).unwrap();
@@ -55,7 +97,13 @@ pub(crate) fn planned(lengths: &[i32], options: &RankOptions, cost: &CostModel) 
     (0..lengths.len()).for_each(|document| held[rank_of(document)] += 1);
     for (rank, &documents) in held.iter().enumerate() {
         let empty = (rank * rounds..(rank + 1) * rounds).filter(|&j| packing.micro_batch(j).is_empty()).count();
-        assert_eq!(empty, usize::saturating_sub(rounds, documents), "empty micro-batches of {documents} documents");
+        let items = match options.together {
+            Together::MicroBatch if !options.groups.is_empty() => {
+                members(&options.groups).filter(|group| rank_of(group[0]) == rank).count()
+            }
+            _ => documents,
+        };
+        assert_eq!(empty, usize::saturating_sub(rounds, items), "empty micro-batches of {items} items");
     }
     if options.groups.is_empty() {
         // Somebody has two before anybody has none.
@@ -63,10 +111,6 @@ pub(crate) fn planned(lengths: &[i32], options: &RankOptions, cost: &CostModel) 
     }
     if options.equal_documents {
         assert!(held.iter().max().unwrap() - held.iter().min().unwrap() <= 1, "{held:?} documents");
-    }
-    let mut home = BTreeMap::new();
-    for (document, group) in options.groups.iter().enumerate() {
-        assert_eq!(*home.entry(group).or_insert(rank_of(document)), rank_of(document), "group {group} is torn apart");
     }
     let mean = packing.costs.iter().sum::<f64>() / ranks.dp_size as f64;
     if mean > 0.0 {
@@ -107,7 +151,11 @@ pub(crate) fn optimum(lengths: &[i32], options: &RankOptions, rounds: usize, cos
             held[rank_of(document)] += 1;
         }
         let together = |(a, group): (usize, &i64)| {
-            options.groups.iter().enumerate().all(|(b, other)| other != group || rank_of(a) == rank_of(b))
+            let home = |document| match options.together {
+                Together::Rank => rank_of(document),
+                Together::MicroBatch => assignment[document],
+            };
+            options.groups.iter().enumerate().all(|(b, other)| other != group || home(a) == home(b))
         };
         let legal = tokens.iter().all(|&tokens| tokens <= i64::from(options.max_tokens))
             && documents.iter().all(|&documents| documents <= options.max_documents.unwrap_or(usize::MAX))

@@ -265,7 +265,7 @@ pub(crate) fn packer_config() -> impl Strategy<Value = PackerConfig> {
             buckets.sort_unstable();
             buckets.dedup();
             let buckets: Vec<i32> = buckets.into_iter().map(|bucket| bucket * multiple).collect();
-            let padding = Padding::new(multiple, &buckets).unwrap();
+            let padding = Padding::new(multiple, 1, &buckets).unwrap();
             if let Ok(most) = padding.most(config.max_tokens) {
                 (config.max_tokens, config.shape.padding) = (most, Some(padding));
                 config.max_document_tokens = config.max_document_tokens.min(most);

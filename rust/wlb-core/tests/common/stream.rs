@@ -270,7 +270,6 @@ impl Both {
     fn resume_as(&mut self, config: &PackerConfig) {
         let text = self.packer.save();
         let saved = self.packer.first_config();
-        let sync = |config: &PackerConfig| config.shape.ranks.map(|ranks| ranks.sync);
         let buckets = |config: &PackerConfig| {
             config.shape.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())
         };
@@ -286,7 +285,6 @@ impl Both {
             ("max_delay", saved.max_delay != config.max_delay),
             ("method", saved.method != config.method),
             ("cost_model", saved.cost_model != config.cost_model),
-            ("sync", sync(&saved) != sync(config)),
             ("max_documents", saved.shape.max_documents != config.shape.max_documents),
             ("max_step_cost", saved.shape.max_cost != config.shape.max_cost),
             // The multiple aside, which follows from the layout.

@@ -92,7 +92,7 @@ impl DynamicCpCase {
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
             schedule: machine.schedule,
             sync: machine.sync.unwrap_or_default(),
-            padding: Some(Padding::new(machine.multiple_of_tokens.unwrap_or(1), &machine.token_buckets).unwrap())
+            padding: Some(Padding::new(machine.multiple_of_tokens.unwrap_or(1), 1, &machine.token_buckets).unwrap())
                 .filter(|padding| !padding.is_none()),
             max_documents: machine.max_documents,
             max_cp_size: machine.max_cp_size,
