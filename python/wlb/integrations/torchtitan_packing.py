@@ -23,7 +23,7 @@ from grain.sharding import ShardOptions
 from numpy.typing import ArrayLike, NDArray
 
 import wlb
-from wlb._choices import Oversize
+from wlb._choices import Oversize, Sync
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, error
 from wlb.filling import step_tokens
@@ -51,6 +51,8 @@ class BalancedPackingConfig:
         oversize: for longer documents: "split" them, "truncate" them, or raise an "error".
         max_delay: most steps that a document waits for others; with 0 none waits.
         tokens_per_batch: tokens of a step on all ranks; None: four fifths of what its micro-batches hold.
+        sync: where data-parallel ranks wait for each other: in every "micro_batch" (FSDP), or once a "step" (replicated
+            weights, pipelines).
         lengths: int [documents], tokens of each row before its labels are shifted, if they are known. Then each rank
             reads and processes only its own rows; `dataset` must be random-access, and filter nothing.
         num_workers: processes that process rows, for random-access data.
@@ -66,6 +68,7 @@ class BalancedPackingConfig:
     oversize: Oversize = "split"
     max_delay: int = MAX_DELAY
     tokens_per_batch: int | None = None
+    sync: Sync = "micro_batch"
     lengths: ArrayLike | None = None
     num_workers: int = 0
 
@@ -94,7 +97,7 @@ class BalancedPackingConfig:
         if longest > context.max_context_length:
             message = f"= {longest}: more than training.max_context_length = {context.max_context_length}"
             raise error("max_document_tokens", message, value=longest)
-        loading = Loading(max_document_tokens=longest, oversize=self.oversize, max_delay=self.max_delay)
+        loading = Loading(max_document_tokens=longest, oversize=self.oversize, max_delay=self.max_delay, sync=self.sync)
         count = self.micro_batches * policy.dp_world_size
         tokens = step_tokens(count * row) if self.tokens_per_batch is None else self.tokens_per_batch
         packer = loading.packer(
