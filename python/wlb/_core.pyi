@@ -1559,7 +1559,7 @@ class Packer:
             allow_config_change: go on although another argument of the saved packer differs, such as the cost model,
                 thresholds or ``max_tokens``. Waiting documents are sorted into the new queues; those that belong to
                 none are carried over. ``bounds`` says how long they wait. Another ``num_micro_batches``, ``dp_size``,
-                ``multiple_of_tokens``, ``cp_size`` or ``tokens_per_batch`` needs no permission.
+                ``sync``, ``multiple_of_tokens``, ``cp_size`` or ``tokens_per_batch`` needs no permission.
 
         Raises:
             StateError: the state is corrupt, truncated, of another version, or not a packer's; or the configuration
