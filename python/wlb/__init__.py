@@ -63,25 +63,26 @@ from wlb._results import (
 
 if TYPE_CHECKING:
     from wlb import models as models
+    from wlb import rl as rl
     from wlb import timings as timings
     from wlb.models import ModelConfig
 else:  # a type checker would take any name for one of the package
 
     def __getattr__(name: str) -> object:
-        """`ModelConfig`, `models` and `timings`: imported when first used, since planning needs none of them."""
+        """`ModelConfig`, `models`, `rl` and `timings`: imported when first used, since packing needs none of them."""
         if name == "ModelConfig":
             from wlb.models import ModelConfig
 
             globals()[name] = ModelConfig
             return ModelConfig
-        if name in ("models", "timings"):
+        if name in ("models", "rl", "timings"):
             from importlib import import_module
 
             return import_module(f"wlb.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, "models", "timings"})
+        return sorted({*globals(), *__all__, "models", "rl", "timings"})
 
 
 # The engine imports no Python modules and reads no files, so Python gives it the functions that it calls.

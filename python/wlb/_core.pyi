@@ -14,14 +14,27 @@ from wlb._choices import (
     Oversize,
     Passes,
     Release,
+    RoundOrder,
+    RoundOversize,
+    RoundTogether,
     Schedule,
+    StepSamples,
     Strategy,
     StreamMethod,
     Sync,
     Together,
     Unit,
 )
-from wlb._results import Bounds, CostFit, DynamicCpPlan, PackerMetrics, PipelineSteps, PipelineTimeline, TuneResult
+from wlb._results import (
+    Bounds,
+    CostFit,
+    DynamicCpPlan,
+    PackerMetrics,
+    PipelineSteps,
+    PipelineTimeline,
+    RoundPlan,
+    TuneResult,
+)
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +58,11 @@ __all__ = [
     "PASSES",
     "PEAK_FLOPS",
     "RELEASES",
+    "ROUND_ORDERS",
+    "ROUND_OVERSIZE",
+    "ROUND_TOGETHER",
     "SCHEDULES",
+    "STEP_SAMPLES",
     "STRATEGIES",
     "STREAM_METHODS",
     "SYNCS",
@@ -80,6 +97,7 @@ __all__ = [
     "pairs",
     "pass_weights",
     "plan_dynamic_cp",
+    "plan_round",
     "result",
     "ring_plan",
     "shard",
@@ -110,7 +128,11 @@ OVERSIZE: tuple[Oversize, ...]
 PASSES: tuple[Passes, ...]
 PEAK_FLOPS: dict[Generation, float]
 RELEASES: tuple[Release, ...]
+ROUND_ORDERS: tuple[RoundOrder, ...]
+ROUND_OVERSIZE: tuple[RoundOversize, ...]
+ROUND_TOGETHER: tuple[RoundTogether, ...]
 SCHEDULES: tuple[Schedule, ...]
+STEP_SAMPLES: tuple[StepSamples, ...]
 STRATEGIES: tuple[Strategy, ...]
 STREAM_METHODS: tuple[StreamMethod, ...]
 SYNCS: tuple[Sync, ...]
@@ -2389,3 +2411,27 @@ def plan_dynamic_cp(
         >>> plan.seconds
         1000.0
     """
+
+def plan_round(
+    lengths: ArrayLike,
+    *,
+    dp_size: int,
+    max_tokens: int,
+    cost_model: CostModel | None,
+    costs: ArrayLike | None,
+    num_steps: int | None,
+    prompts_per_step: int | None,
+    samples_per_step: int | None,
+    step_samples: StepSamples,
+    groups: ArrayLike | None,
+    together: RoundTogether,
+    classes: ArrayLike | None,
+    class_rounds: bool,
+    sync: Sync,
+    order: RoundOrder,
+    oversize: RoundOversize,
+    equal_samples: bool,
+    max_samples: int | None,
+    num_micro_batches: int | Literal["fewest"] | None,
+    multiple_of: int,
+) -> RoundPlan: ...

@@ -62,6 +62,23 @@ def test_only_equal_groups_and_keys_share(name: str) -> None:
     assert forest.parents.tolist() == [-1, 0, 0, -1]
 
 
+def test_tokens_are_shared_only_where_routes_agree() -> None:
+    """Ids of (token, route), as the page has it: a shared id has one token and one route."""
+    rng = np.random.default_rng(0)
+    samples = [np.append([1, 2, 3, 4, 5, 6], rng.integers(0, 9, 4)) for _ in range(12)]
+    routes = [np.where(np.arange(10) < rng.integers(1, 9), 0, rng.integers(0, 3, 10)) for _ in samples]
+    tokens, offsets = np.concatenate(samples), np.arange(0, 121, 10)
+    ids = np.unique(np.stack([tokens, np.concatenate(routes)]), axis=1, return_inverse=True)[1].ravel()
+    forest = wlb.PrefixForest.from_tokens(ids, offsets)
+    pairs = {
+        tuple(zip(s[: n + 1].tolist(), r[: n + 1].tolist(), strict=True))
+        for s, r in zip(samples, routes, strict=True)
+        for n in range(10)
+    }
+    assert forest.unique_tokens == len(pairs) > wlb.PrefixForest.from_tokens(tokens, offsets).unique_tokens
+    forest.check_tokens(tokens, offsets)
+
+
 def test_a_parent_may_stand_behind_its_child() -> None:
     forest = wlb.PrefixForest.from_parents([2, 2, -1], [3, 4, 5], [0, 1])
     assert forest.sample_lengths.tolist() == [8, 9]

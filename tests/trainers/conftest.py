@@ -23,6 +23,7 @@ os.environ |= processes.ENVIRONMENT
 PACKAGES = {
     "test_accelerate.py": "accelerate",
     "test_arrow.py": "datasets",
+    "test_async_grpo.py": "trl",
     "test_axolotl.py": "axolotl",
     "test_balance.py": "transformers",
     "test_columns.py": "transformers",
@@ -40,9 +41,11 @@ PACKAGES = {
     "test_megatron_resumes.py": "megatron-core",
     "test_megatron_training.py": "megatron-core",
     "test_resumes.py": "transformers",
+    "test_rl_means.py": "trl",
     "test_streams.py": "datasets",
     "test_torchtitan.py": "torchtitan",
     "test_torchtitan_packing.py": "torchtitan",
+    "test_transferqueue.py": "transferqueue",
     "test_trl.py": "trl",
     "test_verl.py": "verl",
 }

@@ -19,8 +19,10 @@ import torch.distributed as dist
 import wlb
 from tests.torch import processes
 from tests.trainers.page import UNREACHED, block
-from wlb.integrations import rl
+from wlb.integrations import slices
 from wlb.integrations import verl as ours
+
+COST = wlb.CostModel(attention=3.0, linear=5000.0)
 
 
 @pytest.fixture
@@ -28,10 +30,11 @@ def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The planner of verl with ours in its place; afterwards its own again."""
     pytest.importorskip("verl", reason="verl is not installed: pip install verl")
     balancing = importlib.import_module("verl.utils.seqlen_balancing")
-    for name in ("get_seqlen_balanced_partitions", "rearrange_micro_batches"):
+    monkeypatch.setattr(ours, "_cost_model", ours._cost_model)
+    for name in ("calculate_workload", "get_seqlen_balanced_partitions", "rearrange_micro_batches"):
         monkeypatch.setattr(balancing, name, getattr(balancing, name))
     importlib.import_module("verl")
-    ours.install()
+    ours.install(cost_model=COST)
     assert balancing.rearrange_micro_batches is ours.rearrange_micro_batches
     return balancing
 
@@ -185,47 +188,117 @@ def test_wrong_calls_are_refused() -> None:
 
 
 def test_another_verl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(get_seqlen_balanced_partitions=lambda lengths, parts: None)
+    old = SimpleNamespace(calculate_workload=lambda lengths, hidden_size: None)
     monkeypatch.setattr(importlib, "import_module", lambda name: old)
-    message = r"verl .* has get_seqlen_balanced_partitions\(lengths, parts\), but wlb expects .*, as in verl 0.9"
+    message = r"verl .* has calculate_workload\(lengths, hidden_size\), but wlb expects .*, as in verl 0.9"
     with pytest.raises(wlb.WlbError, match=message):
-        ours.install()
+        ours.install(cost_model=COST)
 
 
-def test_plans_for_any_trainer() -> None:
-    lengths, prompts = samples(), np.arange(96) // 4
-    cost = wlb.CostModel(attention=1, linear=1000)
-    plans = rl.plan(lengths, dp_size=4, max_tokens=1000, cost_model=cost, groups=prompts, equal_samples=True)
-    assert {len(plan) for plan in plans} == {len(plans[0])}
-    held = [[sample for micro_batch in plan for sample in micro_batch] for plan in plans]
-    assert [len(samples) for samples in held] == [24] * 4
-    assert sorted(sample for samples in held for sample in samples) == list(range(96))
-    assert sum(len(set(prompts[rank].tolist())) for rank in held) == 24
-    assert all(lengths[micro_batch].sum() <= 1000 for plan in plans for micro_batch in plan)
+def test_work_is_the_models(verl: Any) -> None:
+    lengths = torch.tensor([[1, 7], [0, 4096]])
+    wanted = np.where(lengths > 0, COST.cost(np.maximum(lengths.numpy(), 1).ravel()).reshape(2, 2), 0)
+    np.testing.assert_array_equal(verl.calculate_workload(lengths).numpy(), wanted)
 
 
-@pytest.mark.parametrize("sync", ["step", "micro_batch"])
-def test_pairs_stay_in_one_micro_batch(sync: Any) -> None:
-    """As DPO and reward models need: what the refusals of their trainers advise."""
-    lengths, pairs = samples(), np.arange(96) // 2
-    cost = wlb.CostModel(attention=1, linear=1000)
-    options: dict[str, Any] = {"dp_size": 4, "cost_model": cost, "groups": pairs, "sync": sync}
-    plans = rl.plan(lengths, max_tokens=1000, together="micro_batch", equal_samples=True, **options)
-    held = [micro_batch for plan in plans for micro_batch in plan]
-    assert sorted(sample for micro_batch in held for sample in micro_batch) == list(range(96))
-    assert sum(len({int(pairs[sample]) for sample in micro_batch}) for micro_batch in held) == 48
-    assert all(lengths[micro_batch].sum() <= 1000 for micro_batch in held)
-    assert [sum(map(len, plan)) for plan in plans] == [24] * 4
-    longest = int(np.bincount(pairs, lengths).max())
-    with pytest.raises(wlb.WlbError, match=rf"the {longest} tokens of this group exceed max_tokens = {longest - 1};"):
-        rl.plan(lengths, max_tokens=longest - 1, together="micro_batch", **options)
+def test_without_a_model_work_is_verls() -> None:
+    lengths = torch.tensor([1, 128, 30_000])
+    np.testing.assert_allclose(ours.calculate_workload(lengths), 24576 * lengths + lengths**2, rtol=1e-12)
 
 
-def test_errors_name_the_arguments_of_the_caller() -> None:
-    cost = wlb.CostModel(attention=1.0, linear=1.0)
-    with pytest.raises(wlb.WlbError, match=r"^equal_samples") as raised:
-        rl.plan([1, 1, 1, 1], dp_size=2, max_tokens=10, cost_model=cost, groups=[0, 0, 0, 1], equal_samples=True)
-    assert raised.value.argument == "equal_samples"
-    with pytest.raises(wlb.WlbError, match=r"^max_samples = 0") as raised:
-        rl.plan([1, 1], dp_size=2, max_tokens=10, cost_model=cost, max_samples=0)
-    assert (raised.value.argument, raised.value.value) == ("max_samples", 0)
+# --- the trainer's rounds --------------------------------------------------------------------------------------------
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """As OmegaConf: keys as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+def trainer(cls: Any, dp_size: int, mini_batch: int, n: int, **actor: Any) -> Any:
+    """A trainer of verl with its configuration and as many ranks; it has no model, no workers and no queue."""
+    whole = type(cls.__name__, (cls,), dict.fromkeys(getattr(cls, "__abstractmethods__", ()), lambda self: None))
+    made = whole.__new__(whole)
+    actor_config = Config(ppo_mini_batch_size=mini_batch, shuffle=False, **actor)
+    made.config = Config(
+        actor_rollout_ref=Config(actor=actor_config, rollout=Config(n=n)), trainer=Config(critic_warmup=0)
+    )
+    made.use_critic, made.global_steps = False, 1
+    made.tokenizer = SimpleNamespace(eos_token_id=0)
+    made.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": list(range(dp_size))})
+    return made
+
+
+def trainers(name: str) -> Any:
+    reason = "verl's trainer cannot be imported"
+    return pytest.importorskip(f"verl.trainer.ppo.{name}", reason=reason, exc_type=ImportError)
+
+
+def steps_of(order: list[int], dp_size: int, size: int) -> list[list[list[int]]]:
+    """As verl's workers cut a round: equal slices are ranks, and equal slices of these are optimizer steps."""
+    ranks = np.array(order).reshape(dp_size, -1, size // dp_size)
+    return [[ranks[rank, step].tolist() for rank in range(dp_size)] for step in range(ranks.shape[1])]
+
+
+def test_rounds_are_planned_step_by_step(verl: Any) -> None:
+    """In verl's own trainer: even steps of whole prompts; its own plan of the same round is worse in both."""
+    base = trainers("v1.trainer_base")
+    dp_size, prompts, n, mini = 4, 32, 8, 8
+    lengths = samples(prompts * n, 4000)
+    keys = [f"{prompt}_{session}_0" for prompt in range(prompts) for session in range(n)]
+    made = trainer(base.PPOTrainer, dp_size, mini, n)
+    assert type(made)._balance_batch is ours._balance_batch
+    worst, parted = {}, {}
+    for planned, balance in (("wlb", made._balance_batch), ("verl", made._balance_batch_of_verl)):
+        batch = base.KVBatchMeta(keys=keys, tags=[{"seq_len": int(length)} for length in lengths], partition_id="train")
+        metrics: dict[str, float] = {}
+        order = [keys.index(key) for key in balance(batch, metrics).keys]
+        assert sorted(order) == list(range(prompts * n))
+        assert metrics["global_seqlen/balanced_max"] > 0
+        work = COST.cost(lengths)
+        steps = steps_of(order, dp_size, mini * n)
+        sums = [[work[held].sum() for held in ranks] for ranks in steps]
+        worst[planned] = max(max(step) * dp_size / sum(step) for step in sums)
+        of_step = [{sample // n for held in ranks for sample in held} for ranks in steps]
+        parted[planned] = sum(map(len, of_step)) - prompts
+    assert worst["wlb"] < 1.01 < 1.05 < worst["verl"], worst
+    assert parted["wlb"] == 0 < parted["verl"], parted
+
+
+def test_unequal_prompts_and_padding(verl: Any) -> None:
+    """Prompts of 1 to 8 samples, and verl's padding: whole prompts if steps of equal size can be made of them."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, 30)
+    prompts = [*np.arange(30).repeat(sizes).tolist()]
+    prompts += [f"pad{i}" for i in range(-len(prompts) % 48)]
+    lengths = samples(len(prompts), 2000)
+    parts, parted = slices.planned(lengths, COST.cost(lengths), prompts, dp_size=4, samples_per_step=48)
+    assert parted == 0
+    assert [[held.size for held in rank] for rank in parts] == [[12] * (lengths.size // 48)] * 4
+    one = slices.planned(np.full(4, 5), np.ones(4), [0, 0, 0, 1], dp_size=2, samples_per_step=2)
+    assert one[1] == 1, "three samples of a prompt do not fit into steps of two"
+
+
+def test_the_older_trainer_is_planned_too(verl: Any) -> None:
+    ray_trainer = trainers("ray_trainer")
+    protocol = importlib.import_module("verl.protocol")
+    lengths = samples(64)
+    data = protocol.DataProto.from_single_dict(batch_of(lengths) | {"uid": np.array([*"abcdefgh"], object).repeat(8)})
+    made = trainer(ray_trainer.RayPPOTrainer, 2, 2, 8)
+    metrics: dict[str, float] = {}
+    assert made._balance_batch(data, metrics) is None
+    assert metrics["global_seqlen/prompts_parted"] == 0
+    uids = data.non_tensor_batch["uid"].tolist()
+    found = data.batch["attention_mask"].sum(1)
+    assert sorted(found.tolist()) == sorted(lengths.tolist())
+    for step in steps_of(list(range(64)), 2, 16):
+        assert len({uids[sample] for held in step for sample in held}) == 2
+
+
+def test_shuffled_steps_are_named(verl: Any) -> None:
+    base = trainers("v1.trainer_base")
+    made = trainer(base.PPOTrainer, 2, 2, 1)
+    made.config.actor_rollout_ref.actor["shuffle"] = True
+    batch = base.KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{"seq_len": 3}, {"seq_len": 4}], partition_id="train")
+    with pytest.warns(UserWarning, match=r"actor.shuffle=True mixes"):
+        made._balance_batch(batch, {})

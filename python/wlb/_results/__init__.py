@@ -7,6 +7,7 @@ from wlb._results.cost import CostFit
 from wlb._results.dynamic_cp import CpGroup, DynamicCpPlan, DynamicMicroBatch
 from wlb._results.packer import Bounds, PackerMetrics
 from wlb._results.pipeline import PipelineSteps, PipelineTimeline
+from wlb._results.round import RoundPlan
 from wlb._results.tune import TunedPoint, TuneResult
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PackerMetrics",
     "PipelineSteps",
     "PipelineTimeline",
+    "RoundPlan",
     "TuneResult",
     "TunedPoint",
 ]

@@ -145,7 +145,7 @@ def _way_out(feature: Mapping[str, Any]) -> str:
         return (
             "several sequences are one example (DPO, KTO, reward models), whose loss is no sum over tokens, and this "
             "trainer's packed rows do not keep them together. Plan micro-batches that do with "
-            'wlb.integrations.rl.plan(groups=, together="micro_batch")'
+            'wlb.rl.plan(groups=, together="micro_batch")'
         )
     return f"{advice([*feature])}, or give it to a trainer that does"
 

@@ -50,9 +50,9 @@ class BalancedPackingConfig:
         max_document_tokens: most tokens of a document that is not cut; None: `training.max_context_length`.
         oversize: for longer documents: "split" them, "truncate" them, or raise an "error".
         max_delay: most steps that a document waits for others; with 0 none waits.
+        sync: where data-parallel ranks wait for each other: once a "step", or in every "micro_batch", as under FSDP
+            without a pipeline.
         tokens_per_batch: tokens of a step on all ranks; None: four fifths of what its micro-batches hold.
-        sync: where data-parallel ranks wait for each other: in every "micro_batch" (FSDP), or once a "step" (replicated
-            weights, pipelines).
         lengths: int [documents], tokens of each row before its labels are shifted, if they are known. Then each rank
             reads and processes only its own rows; `dataset` must be random-access, and filter nothing.
         num_workers: processes that process rows, for random-access data.
@@ -67,8 +67,8 @@ class BalancedPackingConfig:
     max_document_tokens: int | None = None
     oversize: Oversize = "split"
     max_delay: int = MAX_DELAY
-    tokens_per_batch: int | None = None
     sync: Sync = "micro_batch"
+    tokens_per_batch: int | None = None
     lengths: ArrayLike | None = None
     num_workers: int = 0
 
@@ -97,16 +97,12 @@ class BalancedPackingConfig:
         if longest > context.max_context_length:
             message = f"= {longest}: more than training.max_context_length = {context.max_context_length}"
             raise error("max_document_tokens", message, value=longest)
-        loading = Loading(max_document_tokens=longest, oversize=self.oversize, max_delay=self.max_delay, sync=self.sync)
-        count = self.micro_batches * policy.dp_world_size
+        rules: dict[str, Any] = {"oversize": self.oversize, "max_delay": self.max_delay, "sync": self.sync}
+        loading, ranks = Loading(max_document_tokens=longest, **rules), policy.dp_world_size
+        count = self.micro_batches * ranks
         tokens = step_tokens(count * row) if self.tokens_per_batch is None else self.tokens_per_batch
-        packer = loading.packer(
-            count,
-            ranks=policy.dp_world_size,
-            max_tokens=row,
-            cost_model=self.cost_model,
-            tokens_per_batch=tokens,
-        )
+        limits: dict[str, Any] = {"max_tokens": row, "cost_model": self.cost_model, "tokens_per_batch": tokens}
+        packer = loading.packer(count, ranks=ranks, **limits)
         order: dict[str, Any] = {}
         if indexed:
             order = {"shuffle": policy.shuffle, "seed": policy.seed, "num_epochs": FOREVER if policy.repeat else 1}

@@ -1,23 +1,23 @@
 """wlb's planners in the place of verl's: with the same names, arguments and kinds of results.
 
-A file of two lines, such as `balance.py`, and an environment variable install them in all of verl's processes:
+A file such as `balance.py`, and an environment variable install them in all of verl's processes:
 
-    import wlb.integrations.verl
-    wlb.integrations.verl.install()
+    import wlb, wlb.integrations.verl
+    model = wlb.ModelConfig.from_hugging_face("Qwen/Qwen3-8B/config.json")
+    wlb.integrations.verl.install(cost_model=model.cost_model())
 
     VERL_USE_EXTERNAL_MODULES=balance python -m verl.trainer.main_ppo ...
 
-verl gives samples to ranks first, and then every rank splits its own samples into micro-batches. This module does the
-same, with `max_token_len` as a hard limit. `wlb.integrations.rl.plan` plans for all ranks at once, which is more even.
+verl's trainer gives a round's samples to ranks (`_balance_batch`). Every rank then cuts its samples into optimizer
+steps and splits each step into micro-batches (`rearrange_micro_batches`). Here the trainer plans the optimizer steps
+first, by `wlb.rl.plan`, so that each step is even and has whole prompts.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +28,28 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import check_integer, error, renamed
+from wlb._warned import warn
+from wlb.integrations import slices
+from wlb.integrations.versions import check_signature, when_imported
 
-__all__ = ["get_seqlen_balanced_partitions", "install", "rearrange_micro_batches"]
+__all__ = ["calculate_workload", "get_seqlen_balanced_partitions", "install", "rearrange_micro_batches"]
 
 _PLANNER = "verl.utils.seqlen_balancing"
+_TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
+# verl's formula, 24,576 d + d^2: a dense transformer of hidden size 4,096. Until `install` says what is trained.
+_cost_model = wlb.CostModel(attention=2.0, linear=24575.0)
+
+
+def calculate_workload(seqlen_list: torch.Tensor) -> torch.Tensor:
+    """Work of each sample, by the cost model that `install` was given.
+
+    Args:
+        seqlen_list: tokens of each sample, integers of any shape.
+
+    Returns:
+        float64 of the same shape, in the cost model's unit; 0 for a sample without tokens.
+    """
+    return torch.from_numpy(_workload(seqlen_list.to("cpu", torch.int64).numpy())).to(seqlen_list.device)
 
 
 def get_seqlen_balanced_partitions(
@@ -143,39 +161,95 @@ def rearrange_micro_batches(
     return [select(batch, held) for held in indices], indices
 
 
-def install() -> None:
-    """Replaces verl's functions by these, in all of its modules that are loaded.
+def install(*, cost_model: wlb.CostModel) -> None:
+    """Replaces verl's functions by these, in all of its modules that are loaded, and its trainers' `_balance_batch`.
+
+    Args:
+        cost_model: what samples cost in the model that is trained, such as
+            ``wlb.ModelConfig.from_hugging_face(path).cost_model()``.
 
     Raises:
-        WlbError: verl is not installed, or its functions take other arguments than those of verl 0.9.
+        WlbError: verl is not installed, or its functions take other arguments than those of verl 0.9. For the trainers
+            this is raised when they are imported.
     """
+    global _cost_model
     try:
         planner = importlib.import_module(_PLANNER)
     except ImportError as missing:
         raise error("verl", f"is needed, and cannot be imported: {missing}") from missing
-    for ours in (get_seqlen_balanced_partitions, rearrange_micro_batches):
+    if not isinstance(cost_model, wlb.CostModel):
+        raise error("cost_model", f"= {cost_model!r}: must be a CostModel", value=cost_model)
+    for ours in (calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches):
         _replace(planner, ours)
+    for name in _TRAINERS:
+        when_imported(name, _patch_trainer)
+    _cost_model = cost_model
 
 
 def _replace(planner: ModuleType, ours: Callable[..., Any]) -> None:
     theirs = getattr(planner, ours.__name__, None)
     if theirs is ours:
         return
-    expected = list(inspect.signature(ours).parameters)
-    found = None if theirs is None else list(inspect.signature(theirs).parameters)
-    if found != expected:
-        try:
-            installed = version("verl")
-        except PackageNotFoundError:
-            installed = "of no known version"
-        message = (
-            f"{installed} has {ours.__name__}({', '.join(found) if found else 'missing'}), but wlb expects "
-            f"({', '.join(expected)}), as in verl 0.9: install that, or a wlb that supports this version"
-        )
-        raise error("verl", message, value=installed)
+    check_signature("verl", theirs, ours, "as in verl 0.9")
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "verl" and getattr(module, ours.__name__, None) is theirs:
             setattr(module, ours.__name__, ours)
+
+
+def _patch_trainer(module: ModuleType) -> None:
+    trainer = getattr(module, _TRAINERS[module.__name__], None)
+    theirs = getattr(trainer, "_balance_batch", None)
+    if trainer is None or theirs is _balance_batch:
+        return
+    check_signature("verl", theirs, _balance_batch, "as in verl 0.9")
+    trainer._balance_batch_of_verl = theirs
+    trainer._balance_batch = _balance_batch
+
+
+def _balance_batch(
+    self: Any, batch: Any, metrics: Any, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+) -> Any:
+    """Reorders a round so that the equal slices that ranks get have even optimizer steps of whole prompts."""
+    actor = self.config.actor_rollout_ref.actor
+    if getattr(self, "use_prefix_grouper", False):  # ranks get groups of one size, which theirs does
+        return self._balance_batch_of_verl(batch, metrics, logging_prefix, keep_minibatch)
+    if actor.get("shuffle", False):
+        warn(
+            "actor.shuffle=True mixes the samples of a rank, so steps are not those that were planned: set it to False"
+        )
+    dp_size = _dp_size(self.actor_rollout_wg)
+    if hasattr(batch, "tags"):  # trainer_base: names of samples in TransferQueue
+        upsample = importlib.import_module("verl.trainer.ppo.padding_utils").upsample_batch_to_divisible_size
+        batch = upsample(batch, self._get_required_batch_multiple(dp_size), self.tokenizer.eos_token_id)
+        lengths = np.array([tag["seq_len"] for tag in batch.tags], np.int64)
+        # Padding of verl goes to any step.
+        pads = [tag.get("is_padding", False) for tag in batch.tags]
+        prompts = [key if pad else key.rsplit("_", 2)[0] for key, pad in zip(batch.keys, pads, strict=True)]
+    else:  # ray_trainer: a DataProto
+        lengths = _lengths(batch.batch)
+        prompts = [*batch.non_tensor_batch["uid"]] if "uid" in batch.non_tensor_batch else [*range(lengths.size)]
+    size = int(actor.ppo_mini_batch_size) * int(self.config.actor_rollout_ref.rollout.n)
+    work = _workload(lengths)
+    steps, parted = slices.planned(lengths, work, prompts, dp_size=dp_size, samples_per_step=size)
+    parts = [[sample for held in of_rank for sample in _light_ends(held, work)] for of_rank in steps]
+    order = [sample for part in parts for sample in part]
+    batch.reorder(order if hasattr(batch, "tags") else torch.tensor(order))
+    log = importlib.import_module(_PLANNER).log_seqlen_unbalance
+    metrics.update(log(seqlen_list=lengths.tolist(), partitions=parts, prefix=logging_prefix))
+    metrics[f"{logging_prefix}/prompts_parted"] = parted
+    return batch if hasattr(batch, "tags") else None
+
+
+def _light_ends(samples: NDArray[np.int64], work: NDArray[np.float64]) -> list[int]:
+    """Samples by work, lightest at both ends: micro-batches of a fixed number take them one after the other."""
+    rising = samples[np.argsort(work[samples], kind="stable")]
+    return [*rising[::2].tolist(), *rising[1::2][::-1].tolist()]
+
+
+def _dp_size(workers: Any) -> int:
+    if "actor" not in workers._dispatch_info:
+        workers._dispatch_info["actor"] = workers._query_dispatch_info("actor")
+    return int(max(workers._dispatch_info["actor"])) + 1
 
 
 def _lengths(batch: Any) -> NDArray[np.int64]:
@@ -187,10 +261,9 @@ def _lengths(batch: Any) -> NDArray[np.int64]:
 
 
 def _workload(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Work as verl measures it: 24,576 d + d^2 for d tokens, that of a dense transformer of hidden size 4,096."""
-    tokens = lengths.astype(np.float64)
-    found: NDArray[np.float64] = tokens * (24576.0 + tokens)
-    return found
+    """Work of each sample, by the model's cost; 0 without tokens."""
+    found: NDArray[np.float64] = _cost_model.cost(np.maximum(lengths, 1).ravel()).reshape(lengths.shape)
+    return np.where(lengths > 0, found, 0.0)
 
 
 def _packed(

@@ -14,6 +14,7 @@ All other parts receive plans and run them on torch.distributed.
 | weights that stages of a pipeline share | `wlb.torch.tied` |
 | routers of experts, and padding | `wlb.torch.routers` |
 | a loss per token, its gradients under any wrapper | `wlb.torch.loss`, `.gradients` |
+| sums over the tokens of each sample, under context parallelism | `wlb.torch.samples` |
 | times of micro-batches, costs fitted to them | `wlb.torch.timing` |
 | figures for loggers | `wlb.torch.metrics` |
 | model FLOPs, agreement of plans | `wlb.torch.flops`, `.agreement` |
@@ -58,6 +59,7 @@ from wlb.torch.loss import count_valid_tokens, token_normalized_loss
 from wlb.torch.metrics import StepMetrics
 from wlb.torch.proof import Proof, verify
 from wlb.torch.routers import real_tokens
+from wlb.torch.samples import sample_predictions, sample_sums
 from wlb.torch.tied import TiedWeights
 from wlb.torch.timing import CostTracker, CostUpdate, StepTimer, TimedStep
 from wlb.torch.training import train_step
@@ -112,6 +114,8 @@ __all__ = [
     "prepare_attention",
     "real_tokens",
     "recut",
+    "sample_predictions",
+    "sample_sums",
     "stages_of_rank",
     "sum_gradients",
     "token_normalized_loss",

@@ -55,6 +55,8 @@ arguments! {
     attention_seconds: Vec<f64> = floats();
     causal: bool = flag();
     chunks: Vec<(i32, f64)> = rates_by_size();
+    class_rounds: bool = flag();
+    classes: Vec<i64> = integers();
     completion_lengths: Vec<i64> = integers();
     cost_columns: usize = size(1, MAX_COLUMNS as i64);
     costs: Table = floats_by_row();
@@ -72,6 +74,7 @@ arguments! {
     early: Vec<i64> = integers();
     ends: Vec<i64> = integers();
     equal_documents: bool = flag();
+    equal_samples: bool = flag();
     experts_per_token: i64 = integer();
     ffn_hidden_size: i64 = integer();
     flops_per_second: f64 = real();
@@ -99,6 +102,7 @@ arguments! {
     max_mean_delay: f64 = real();
     max_imbalance: f64 = real();
     max_micro_batches: usize = count(MAX_MICRO_BATCHES);
+    max_samples: usize = count(MAX_TOKENS as usize);
     max_step_cost: f64 = real();
     max_tokens: i32 = positive();
     max_tokens_per_rank: i32 = positive();
@@ -115,15 +119,18 @@ arguments! {
     num_micro_batches: usize = count(MAX_MICRO_BATCHES);
     num_queues: usize = size(0, MAX_QUEUES as i64);
     num_stages: usize = count(MAX_STAGES);
+    num_steps: usize = count(MAX_MICRO_BATCHES);
     num_virtual_stages: usize = count(MAX_STAGES);
     offsets: Vec<i64> = integers();
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
     p2p_seconds: f64 = real();
     parents: Vec<i64> = integers();
     prompt_lengths: Lengths = read_lengths();
+    prompts_per_step: usize = count(MAX_TOKENS as usize);
     query_lengths: Lengths = read_lengths();
     ranks_per_node: usize = count(MAX_WORLD_SIZE);
     recompute: bool = flag();
+    samples_per_step: usize = count(MAX_TOKENS as usize);
     seconds: Vec<f64> = floats();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     token_buckets: Vec<i32> = narrow("sizes are int32");

@@ -20,6 +20,7 @@ mod packing;
 mod pipeline;
 mod plain;
 mod results;
+mod round;
 mod sharding;
 mod tune;
 
@@ -34,6 +35,7 @@ mod _core {
     use pyo3::prelude::*;
     use pyo3::types::{PyDict, PyTuple};
     use wlb_core::packing::{Leftover, Method, Sync, Together};
+    use wlb_core::ranks::{self, StepSamples};
     use wlb_core::sharding::kernel::Generation;
     use wlb_core::tune::MAX_MEAN_DELAY;
     use wlb_core::{cost, dynamic_cp, limits, pipeline, sharding, stream};
@@ -51,6 +53,7 @@ mod _core {
         packing::{MicroBatch, Packing, batch_offsets, most_tokens, pack, padded_tokens, split_documents},
         pipeline::{order_micro_batches, simulate_pipeline, simulate_steps},
         results::{hand_down, result},
+        round::plan_round,
         sharding::{RankShard, Shard, shard},
         tune::tune,
     };
@@ -88,7 +91,11 @@ mod _core {
             ("OVERSIZE", stream::Oversize::NAMES),
             ("PASSES", cost::Passes::NAMES),
             ("RELEASES", stream::Release::NAMES),
+            ("ROUND_ORDERS", ranks::Order::NAMES),
+            ("ROUND_OVERSIZE", ranks::Oversize::NAMES),
+            ("ROUND_TOGETHER", ranks::RoundTogether::NAMES),
             ("SCHEDULES", pipeline::Schedule::NAMES),
+            ("STEP_SAMPLES", StepSamples::NAMES),
             ("STRATEGIES", sharding::Strategy::NAMES),
             ("STREAM_METHODS", stream::StreamMethod::NAMES),
             ("SYNCS", Sync::NAMES),

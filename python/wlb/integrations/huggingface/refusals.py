@@ -99,7 +99,7 @@ def _check_examples(trainer: Any) -> None:
     message = (
         f"{what}: several sequences are one example, whose loss is no sum over tokens, and the packed rows of this "
         "trainer do not keep them together. Plan micro-batches that do with "
-        'wlb.integrations.rl.plan(groups=, together="micro_batch")'
+        'wlb.rl.plan(groups=, together="micro_batch")'
     )
     raise error("trainer", message, value=paired or found)
 

@@ -50,7 +50,7 @@ def advise(
     if trainer == "verl":
         raise CliError(
             "--trainer verl: there is nothing to choose, because wlb plans every batch of it within verl's own limits;"
-            " docs/trainers/verl.md has the lines"
+            " docs/trainers/rl.md has the lines"
         )
     if cluster.cost_file is not None:
         raise CliError("--cost-model: costs are fitted to the cluster, or are the trainer's own; leave this out")

@@ -30,9 +30,9 @@ _SHOWN = (
 )
 _GRADED = ("imbalance_mean", "imbalance_band", "lost_time", "step_work_cv", "step_work_heaviest")
 _NOTES = (
-    "speed: tokens trained in the time of the heaviest micro-batches, over those of the first plan, if every "
-    "micro-batch has ranks of its own (data parallelism). `wlb simulate` and `wlb advise` know pipelines, "
-    "rounds and a cluster.",
+    "speed: tokens trained in the time of the heaviest micro-batches, over those of the first plan, if every"
+    " micro-batch has ranks of its own (data parallelism). `wlb simulate` and `wlb advise` know pipelines, rounds and a"
+    " cluster.",
     "fixed length: documents of so many steps are packed at once, and cut at the end of a context.",
     "imbalance: work of the heaviest micro-batch over the mean of its step; 1 is perfect. All ranks wait for the"
     " heaviest micro-batch. The steps of the flush at the end are left out.",

@@ -17,6 +17,8 @@ pub(crate) struct Bins<'a> {
     pub(crate) loads: Vec<f64>,
     pub(super) tokens: Vec<i64>,
     pub(super) documents: Vec<i64>,
+    /// Class of each bin: items are exchanged inside a class. Empty if there is only one.
+    pub(crate) classes: Vec<u32>,
 }
 
 impl<'a> Bins<'a> {
@@ -29,6 +31,7 @@ impl<'a> Bins<'a> {
             loads: targets.iter().map(|target| -target).collect(),
             tokens: vec![0; targets.len()],
             documents: vec![0; targets.len()],
+            classes: Vec::new(),
         }
     }
 

@@ -94,6 +94,9 @@ impl Leveller {
         aim: f64,
         error: f64,
     ) -> Option<Exchange> {
+        if !bins.classes.is_empty() && bins.classes[from] != bins.classes[to] {
+            return None;
+        }
         let pairs = |bin: usize| bins.contents[bin].len().pow(2) / 2;
         if size == Size::Two && pairs(from) + pairs(to) > self.most_pairs {
             return None;

@@ -22,6 +22,8 @@ pub(crate) enum Rule {
     SteepestWithin,
     /// Longest item first, to the fullest bin with room, so that as few tokens as possible stay free.
     BestFit,
+    /// Costliest item first, to the bin with room that then lacks the least cost to its target; none goes above it.
+    TightestWithin,
     /// The item with the most documents first, to the bin with the fewest documents, then with the least cost.
     FewestDocuments,
 }
@@ -57,7 +59,14 @@ impl<'a> Bins<'a> {
             }
             Rule::Steepest => self.fill_by(items, slope, f64::INFINITY, ceiling),
             Rule::SteepestWithin => self.fill_by(items, slope, 0.0, ceiling),
-            Rule::BestFit => self.fill_fullest().is_some(),
+            Rule::BestFit => {
+                let mut longest_first = items.to_vec();
+                longest_first.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
+                self.fill_tightest(&longest_first, Self::room, |item| item.tokens).is_some()
+            }
+            Rule::TightestWithin => {
+                self.fill_tightest(items, |bins, j| ordered(-bins.loads[j]), |item| ordered(item.cost)).is_some()
+            }
             Rule::FewestDocuments => self.fill_by_documents().is_some(),
         };
         self.contents.iter_mut().for_each(|contents| contents.sort_unstable());
@@ -116,18 +125,22 @@ impl<'a> Bins<'a> {
         places.sort_by_key(|&place| Reverse(self.items[place as usize].tokens));
     }
 
-    fn fill_fullest(&mut self) -> Option<()> {
-        let mut longest_first: Vec<u32> = (0..self.items.len() as u32).collect();
-        self.sort_longest_first(&mut longest_first);
-        let mut open: BTreeSet<(i64, usize)> = (0..self.loads.len()).map(|j| (self.room(j), j)).collect();
-        for place in longest_first {
+    /// Fills in this order: each item into the bin of least slack that is no less than the item's size.
+    fn fill_tightest<K: Copy + Ord>(
+        &mut self,
+        order: &[u32],
+        slack: impl Fn(&Self, usize) -> K,
+        size: impl Fn(&Item) -> K,
+    ) -> Option<()> {
+        let mut open: BTreeSet<(K, usize)> = (0..self.loads.len()).map(|j| (slack(self, j), j)).collect();
+        for &place in order {
             let item = self.items[place as usize];
-            let mut with_tokens = open.range((item.tokens, 0)..);
-            let &(room, bin) = with_tokens.find(|&&(_, j)| self.takes(j, &item))?;
-            open.remove(&(room, bin));
+            let mut wide_enough = open.range((size(&item), 0)..);
+            let &(before, bin) = wide_enough.find(|&&(_, j)| self.takes(j, &item))?;
+            open.remove(&(before, bin));
             self.put(place, bin);
             if self.documents[bin] < self.limits.documents {
-                open.insert((self.room(bin), bin));
+                open.insert((slack(self, bin), bin));
             }
         }
         Some(())

@@ -14,7 +14,9 @@ use crate::limits::MAX_MICRO_BATCHES;
 use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, Together, check_micro_batches};
 use crate::packing::pack::{pack, pack_whole};
 use crate::packing::{Packing, deal, light_ends};
-use crate::ranks::{Division, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out};
+use crate::ranks::{
+    Division, Effort, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out,
+};
 
 use super::bins::{Bins, Limits};
 use super::bound;
@@ -343,7 +345,7 @@ impl<'a> Batch<'a> {
             return vec![(0..bins.contents.len()).collect()];
         }
         let costs = bins.costs();
-        rows_to_ranks(&mut heaviest_together(&costs, dp_size), &costs, dp_size)
+        rows_to_ranks(&mut heaviest_together(&costs, &[], dp_size), &costs, dp_size)
     }
 
     /// Target cost of each micro-batch, round by round (heaviest first) and rank by rank inside a round.
@@ -469,7 +471,7 @@ impl<'a> Batch<'a> {
             equal_documents: self.options.equal_documents,
             division: self.division.as_ref(),
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
-            thorough: false,
+            effort: Effort::Quick,
         };
         let part = |&place: &u32| parts[items[place as usize].index as usize].clone();
         let of_rank = |held: &Vec<u32>| held.iter().flat_map(part).collect();

@@ -16,14 +16,15 @@ use crate::packing::plan::Packing;
 use crate::packing::pricing::Pricing;
 use crate::packing::{deal, light_ends};
 
+use super::classes::Classes;
 use super::division::Division;
 use super::groups::{Placed, members};
 use super::options::RankOptions;
-use super::share_out::{STEPS, Shared, share_out};
+use super::share_out::{Effort, STEPS, Shared, share_out};
 use super::{rounds, sums};
 
 /// Micro-batches count as level if they differ by at most this part of their mean.
-const CLOSE: f64 = 1e-4;
+pub(super) const CLOSE: f64 = 1e-4;
 /// Sums of ranks count as level if they differ by at most this part of their mean.
 const CLOSE_SUMS: f64 = 1e-5;
 /// If rounds take longer than their target by this part, a plan rank by rank is tried, too.
@@ -121,22 +122,24 @@ type Plan<'a> = (Bins<'a>, Vec<Vec<usize>>, f64);
 
 /// A global batch and the constraints on its plan.
 pub(super) struct Batch<'a> {
-    options: &'a RankOptions,
+    pub(super) options: &'a RankOptions,
     /// Documents of each bundle; empty if every document is an item.
-    bundles: Vec<Vec<u32>>,
+    pub(super) bundles: Vec<Vec<u32>>,
     /// What stays in one micro-batch: documents, or bundles of them.
-    placed: Placed,
+    pub(super) placed: Placed,
     /// Items of each group, as indices of documents or bundles; empty if items may go to any rank.
-    members: Vec<Vec<u32>>,
+    pub(super) members: Vec<Vec<u32>>,
     /// The groups as items, costliest first.
     groups: Vec<Item>,
     /// Equal numbers of documents on ranks, if they had to be searched for.
     division: Option<Division>,
-    limits: Limits,
+    pub(super) limits: Limits,
     /// Where the ranks wait for each other.
-    sync: Sync,
+    pub(super) sync: Sync,
     /// Cost of every micro-batch besides its documents.
-    micro_batch: f64,
+    pub(super) micro_batch: f64,
+    /// Classes of documents that never share a micro-batch.
+    pub(super) classes: Classes,
     /// Micro-batches that hold the documents already, if any: indices of documents, the costliest micro-batch first.
     pub(super) start: Option<Vec<Vec<u32>>>,
 }
@@ -155,11 +158,22 @@ impl<'a> Batch<'a> {
         let groups = placed.grouped(&members);
         let documents = options.max_documents.map_or(ANY, |most| most as i64);
         let limits = Limits { tokens: i64::from(options.max_tokens), documents };
-        let (division, sync, micro_batch) = (None, options.sync(), 0.0);
-        let mut batch =
-            Self { options, bundles, placed, members, groups, division, limits, sync, micro_batch, start: None };
+        let (division, sync, micro_batch, classes) = (None, options.sync(), 0.0, Classes::default());
+        let mut batch = Self {
+            options,
+            bundles,
+            placed,
+            members,
+            groups,
+            division,
+            limits,
+            sync,
+            micro_batch,
+            classes,
+            start: None,
+        };
         batch.check_bundles()?;
-        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, false).is_none() {
+        if options.equal_documents && batch.shared_out(ANY as usize, f64::INFINITY, Effort::Quick).is_none() {
             batch.division = Some(Division::equal(batch.shares(), options.dp_size())?);
         }
         Ok(batch)
@@ -183,8 +197,28 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
+    /// Keeps documents of different classes out of one micro-batch; one class number for each document.
+    ///
+    /// # Errors
+    /// [`Error::Combination`] for a bundle of several classes.
+    pub(super) fn keep_apart(&mut self, classes: &[i64], in_rounds: bool) -> Result<()> {
+        let class = |bundle: &Vec<u32>| {
+            let first = classes[bundle[0] as usize];
+            bundle.iter().all(|&document| classes[document as usize] == first).then_some(first)
+        };
+        let of_bundles: Option<Vec<i64>> = match self.bundles.len() {
+            0 => Some(classes.to_vec()),
+            _ if classes.is_empty() => Some(Vec::new()),
+            _ => self.bundles.iter().map(class).collect(),
+        };
+        let requirement = "a group that stays in one micro-batch has documents of several classes";
+        let of_bundles = of_bundles.ok_or(Error::Combination { argument: "classes", requirement })?;
+        self.classes = Classes::new(&of_bundles, in_rounds);
+        Ok(())
+    }
+
     /// The documents of these items, given by their indices.
-    fn documents<'b>(&'b self, items: &'b [u32]) -> impl Iterator<Item = u32> + 'b {
+    pub(super) fn documents<'b>(&'b self, items: &'b [u32]) -> impl Iterator<Item = u32> + 'b {
         let held = |item: &'b u32| self.bundles.get(*item as usize).map_or(std::slice::from_ref(item), Vec::as_slice);
         items.iter().flat_map(held).copied()
     }
@@ -207,7 +241,8 @@ impl<'a> Batch<'a> {
         let least = (total / dp_size as f64).max(costliest);
         let attempt = |rounds: usize| {
             check_micro_batches(rounds * dp_size).ok()?;
-            self.attempt(rounds).filter(|plan| !plan.iter().flatten().any(Vec::is_empty))
+            let lacks = |plan: &Contents| self.classes.is_one() && plan.iter().flatten().any(Vec::is_empty);
+            self.attempt(rounds).filter(|plan| !lacks(plan))
         };
         let worth = if self.micro_batch > 0.0 { 0.0 } else { WORTH_A_ROUND };
         let bound = |rounds: usize| least + self.micro_batch * rounds as f64;
@@ -240,7 +275,7 @@ impl<'a> Batch<'a> {
     /// The best plan: of the fewest rounds if asked for, then of the shortest step. If ranks wait in every micro-batch,
     /// it is never longer than the plan for ranks that wait once a step: few groups on each rank leave rounds uneven,
     /// and then even ranks matter more than even micro-batches.
-    fn best(&mut self) -> Result<(usize, Contents)> {
+    pub(super) fn best(&mut self) -> Result<(usize, Contents)> {
         let own = self.planned();
         if self.sync == Sync::Step || self.options.dp_size() == 1 {
             return own;
@@ -258,6 +293,9 @@ impl<'a> Batch<'a> {
     /// Puts each rank's micro-batches in schedule order by cost, so that the heaviest micro-batches of all ranks run
     /// together, then the next. Each rank keeps its micro-batches, and each micro-batch its documents.
     fn in_rounds(&self, mut plan: Contents) -> Contents {
+        if self.classes.in_rounds {
+            return plan; // the rounds of each class are in this order already
+        }
         for held in &mut plan {
             held.sort_by(|a, b| self.cost(b).total_cmp(&self.cost(a)));
             *held = light_ends(&(0..held.len()).collect::<Vec<_>>()).iter().map(|&j| held[j].clone()).collect();
@@ -267,21 +305,29 @@ impl<'a> Batch<'a> {
 
     /// A lower bound on the number of rounds of any plan.
     fn least_rounds(&self) -> usize {
+        let dp_size = self.options.dp_size();
+        let whole =
+            if self.classes.is_one() { self.least(&self.placed.items).div_ceil(dp_size) } else { self.least_apart() };
         let Limits { tokens, documents } = self.limits;
-        let needs = |tokens_held: i64, documents_held: usize, apart: usize, ranks: usize| {
-            let by_tokens = (tokens_held as u64).div_ceil(tokens as u64 * ranks as u64) as usize;
-            by_tokens.max(documents_held.div_ceil(documents as usize * ranks)).max(apart.div_ceil(ranks))
+        let group = |group: &Item| {
+            let by_tokens = (group.tokens as u64).div_ceil(tokens as u64) as usize;
+            by_tokens.max((group.documents as usize).div_ceil(documents as usize))
         };
-        let items = &self.placed.items;
-        let all = items.iter().map(|item| item.tokens).sum();
-        let count = items.iter().map(|item| item.documents as usize).sum();
-        // No two of these items fit together.
-        let long = items.iter().filter(|item| item.tokens > tokens / 2).count();
-        let large = items.iter().filter(|item| i64::from(item.documents) > documents / 2).count();
-        let apart = long.max(large);
-        let whole = needs(all, count, apart, self.options.dp_size());
-        let group = |group: &Item| needs(group.tokens, group.documents as usize, 1, 1);
         self.groups.iter().map(group).fold(whole, usize::max).max(1)
+    }
+
+    /// A lower bound on the number of micro-batches that hold these items.
+    pub(super) fn least<'i>(&self, items: impl IntoIterator<Item = &'i Item>) -> usize {
+        let Limits { tokens, documents } = self.limits;
+        // No two items with more than half of the tokens, or of the documents, fit together.
+        let (mut all, mut number, mut long, mut large) = (0_u64, 0_usize, 0_usize, 0_usize);
+        for item in items {
+            all += item.tokens as u64;
+            number += item.documents as usize;
+            long += usize::from(item.tokens > tokens / 2);
+            large += usize::from(i64::from(item.documents) > documents / 2);
+        }
+        (all.div_ceil(tokens as u64) as usize).max(number.div_ceil(documents as usize)).max(long).max(large)
     }
 
     /// The plan with this number of micro-batches on each rank; `None` if no such plan was found.
@@ -301,7 +347,10 @@ impl<'a> Batch<'a> {
             Sync::MicroBatch => targets.iter().sum::<f64>() * (1.0 + UNEVEN),
         };
         let mut plans: Vec<Plan> = Vec::new();
-        if self.members.is_empty() {
+        if !self.classes.is_one() && self.members.is_empty() {
+            let (bins, ranks) = self.free_apart(rounds)?;
+            plans.push(self.levelled(bins, ranks, mean));
+        } else if self.members.is_empty() {
             let targets: Vec<f64> = targets.iter().flat_map(|&target| std::iter::repeat_n(target, dp_size)).collect();
             let filled = self.filled(&self.placed.items, &targets, CLOSE * mean, self.start.as_deref());
             // Bundles that cost much may be short. Then filling by cost can be worse than what trainers do by hand.
@@ -318,9 +367,9 @@ impl<'a> Batch<'a> {
         // Few exchanges cannot level the sums or rounds if the number of costly documents is no multiple of the ranks,
         // or if micro-batches are full. Then plans that share out to ranks first are tried, too. A thorough search
         // makes ranks more even, and sometimes so full that their documents find no room.
-        for thorough in [false, true] {
+        for effort in [Effort::Quick, Effort::Thorough, Effort::Tightest] {
             if plans.iter().all(|&(.., step)| step > most) {
-                let others = self.by_rank(&targets, mean, thorough);
+                let others = self.by_rank(&targets, mean, effort);
                 plans.extend(others.map(|(bins, ranks)| self.levelled(bins, ranks, mean)));
             }
         }
@@ -349,13 +398,17 @@ impl<'a> Batch<'a> {
     fn level_sums(&self, bins: &mut Bins, ranks: &mut [Vec<usize>], mean: f64) {
         if self.documents_move() && ranks.len() > 1 {
             let close = CLOSE_SUMS * mean * ranks[0].len() as f64;
-            sums::level(bins, ranks, close, &mut Leveller::new(STEPS, self.options.equal_documents));
+            let mut search = Leveller::new(STEPS, self.options.equal_documents);
+            sums::level(bins, ranks, close, self.classes.in_rounds, &mut search);
             let mut search = Leveller::new(STEPS, false);
             ranks.iter().for_each(|held| search.level(bins, held, CLOSE * mean));
         }
         let costs = bins.costs();
         for held in ranks {
             held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+            if self.classes.in_rounds {
+                held.sort_by_key(|&j| bins.classes[j]);
+            }
             *held = light_ends(held);
         }
     }
@@ -364,9 +417,10 @@ impl<'a> Batch<'a> {
     fn level_rounds(&self, bins: &mut Bins, ranks: &mut [Vec<usize>], mean: f64) {
         let (dp_size, rounds) = (ranks.len(), ranks[0].len());
         let deals = self.members.is_empty();
+        let classes = if self.classes.in_rounds { bins.classes.clone() } else { Vec::new() };
         let together = |ranks: &[Vec<usize>], costs: &[f64]| match deals {
-            true => rounds::heaviest_together(costs, dp_size),
-            false => rounds::of_ranks(ranks, costs),
+            true => rounds::heaviest_together(costs, &classes, dp_size),
+            false => rounds::of_ranks(ranks, costs, &classes),
         };
         let mut rows = together(ranks, &bins.costs());
         if self.documents_move() {
@@ -385,7 +439,7 @@ impl<'a> Batch<'a> {
 
     /// Items in bins near their targets, levelled. `None` if no rule finds room for all items and there is no
     /// `start`.
-    fn filled<'b>(
+    pub(super) fn filled<'b>(
         &self,
         items: &'b [Item],
         targets: &[f64],
@@ -423,7 +477,7 @@ impl<'a> Batch<'a> {
 
     /// Groups (or documents, without groups) on ranks that each have room for `rounds` micro-batches; `None` if no way
     /// was found.
-    fn shared_out(&self, rounds: usize, close: f64, thorough: bool) -> Option<Bins<'_>> {
+    fn shared_out(&self, rounds: usize, close: f64, effort: Effort) -> Option<Bins<'_>> {
         let shared = Shared {
             ranks: self.options.dp_size(),
             tokens: self.limits.tokens * rounds as i64,
@@ -431,25 +485,23 @@ impl<'a> Batch<'a> {
             equal_documents: self.options.equal_documents,
             division: self.division.as_ref(),
             close,
-            thorough,
+            effort,
         };
         share_out(self.shares(), &shared)
     }
 
     /// Shares groups out to ranks, then fills each rank's own micro-batches near the targets of its rounds.
-    fn by_rank(&self, targets: &[f64], mean: f64, thorough: bool) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
-        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, thorough)?;
+    fn by_rank(&self, targets: &[f64], mean: f64, effort: Effort) -> Option<(Bins<'_>, Vec<Vec<usize>>)> {
+        let on_ranks = self.shared_out(targets.len(), CLOSE_SUMS * mean * targets.len() as f64, effort)?;
+        if !self.classes.is_one() {
+            let held: Vec<Vec<u32>> = on_ranks.contents.iter().map(|held| self.items_of(held)).collect();
+            return self.ranks_apart(&held, targets.len());
+        }
         let all: Vec<usize> = (0..on_ranks.contents.len()).collect();
         let held_targets: Vec<f64> = all.iter().flat_map(|_| targets.iter().copied()).collect();
         let mut bins = Bins::new(&self.placed.items, self.limits, &held_targets);
         for (rank, held) in on_ranks.contents.iter().enumerate() {
-            let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
-            let mut places: Vec<u32> = if self.members.is_empty() {
-                held.clone()
-            } else {
-                held.iter().flat_map(members).map(|&document| self.placed.places[document as usize]).collect()
-            };
-            places.sort_unstable();
+            let places = self.items_of(held);
             let items: Vec<Item> = places.iter().map(|&place| self.placed.items[place as usize]).collect();
             let filled = self.filled(&items, targets, CLOSE * mean, None)?;
             for (round, contents) in filled.contents.iter().enumerate() {
@@ -459,6 +511,18 @@ impl<'a> Batch<'a> {
         }
         let ranks = all.iter().map(|rank| (rank * targets.len()..(rank + 1) * targets.len()).collect()).collect();
         Some((bins, ranks))
+    }
+
+    /// The items of shared-out groups (or items, without groups), as places in `items`, ascending.
+    fn items_of(&self, held: &[u32]) -> Vec<u32> {
+        let members = |&place: &u32| &self.members[self.groups[place as usize].index as usize];
+        let mut places: Vec<u32> = if self.members.is_empty() {
+            held.to_vec()
+        } else {
+            held.iter().flat_map(members).map(|&index| self.placed.places[index as usize]).collect()
+        };
+        places.sort_unstable();
+        places
     }
 
     /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round; without ranks the

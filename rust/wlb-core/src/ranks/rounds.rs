@@ -25,18 +25,43 @@ pub(super) fn targets(items: &[Item], dp_size: usize, rounds: usize) -> Vec<f64>
 pub(crate) type Rounds = Vec<Vec<usize>>;
 
 /// The cheapest rounds that these micro-batches can form: each takes the heaviest that remain.
-pub(crate) fn heaviest_together(costs: &[f64], dp_size: usize) -> Rounds {
+///
+/// # Arguments
+/// * `classes` - if not empty, a class for each micro-batch: a round has one class, and each class whole rounds.
+pub(crate) fn heaviest_together(costs: &[f64], classes: &[u32], dp_size: usize) -> Rounds {
     let mut order: Vec<usize> = (0..costs.len()).collect();
-    order.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
-    order.chunks(dp_size).map(<[usize]>::to_vec).collect()
+    sort(&mut order, costs, classes);
+    heaviest_first(order.chunks(dp_size).map(<[usize]>::to_vec).collect(), costs, classes)
 }
 
 /// The cheapest rounds if every rank keeps its micro-batches: each takes the heaviest that remains of every rank.
-pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64]) -> Rounds {
+///
+/// # Arguments
+/// * `classes` - if not empty, a class for each micro-batch: a round has one class, and each class as many
+///   micro-batches on every rank.
+pub(super) fn of_ranks(ranks: &[Vec<usize>], costs: &[f64], classes: &[u32]) -> Rounds {
     let mut ranks = ranks.to_vec();
-    ranks.iter_mut().for_each(|held| held.sort_by(|&a, &b| costs[b].total_cmp(&costs[a])));
+    ranks.iter_mut().for_each(|held| sort(held, costs, classes));
     let rounds = ranks.first().map_or(0, Vec::len);
-    (0..rounds).map(|round| ranks.iter().map(|held| held[round]).collect()).collect()
+    let rows = (0..rounds).map(|round| ranks.iter().map(|held| held[round]).collect()).collect();
+    heaviest_first(rows, costs, classes)
+}
+
+/// Sorts micro-batches by class, and inside a class heaviest first.
+fn sort(micro_batches: &mut [usize], costs: &[f64], classes: &[u32]) {
+    micro_batches.sort_by(|&a, &b| costs[b].total_cmp(&costs[a]));
+    if !classes.is_empty() {
+        micro_batches.sort_by_key(|&j| classes[j]);
+    }
+}
+
+/// Rounds of several classes, heaviest round first.
+fn heaviest_first(mut rows: Rounds, costs: &[f64], classes: &[u32]) -> Rounds {
+    if !classes.is_empty() {
+        let heaviest = |row: &[usize]| row.iter().map(|&j| costs[j]).fold(0.0, f64::max);
+        rows.sort_by(|a, b| heaviest(b).total_cmp(&heaviest(a)));
+    }
+    rows
 }
 
 /// Deals the micro-batches of each round to ranks, such that the sums of ranks are level: the heaviest goes to the rank

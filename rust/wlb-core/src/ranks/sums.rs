@@ -1,5 +1,7 @@
 //! Levels the sums of ranks, which are the step if ranks wait for each other once a step.
 
+use std::collections::BTreeSet;
+
 use crate::balance::{Bins, Exchange, Leveller, Rules, Size, Teams, exchange};
 
 /// Number of partners of the heaviest rank that are tried, from the lightest on.
@@ -22,12 +24,13 @@ enum Swap {
 ///
 /// # Arguments
 /// * `ranks` - the micro-batches of each rank.
-pub(super) fn level(bins: &mut Bins, ranks: &mut [Vec<usize>], close: f64, search: &mut Leveller) {
+/// * `in_classes` - whether ranks keep their number of micro-batches of each class.
+pub(super) fn level(bins: &mut Bins, ranks: &mut [Vec<usize>], close: f64, in_classes: bool, search: &mut Leveller) {
     let costs = bins.costs();
     let sums = ranks.iter().map(|held| sum(held, &costs)).collect();
     let rules = Rules { sizes: &[Size::One, Size::Two], sets_aside: false, ..Rules::new(close, PARTNERS) };
     let count = ranks.len();
-    exchange(&mut Sums { bins, ranks, costs, sums, close, search }, count, &rules);
+    exchange(&mut Sums { bins, ranks, costs, sums, close, in_classes, search }, count, &rules);
 }
 
 /// Ranks as teams.
@@ -40,6 +43,8 @@ struct Sums<'a, 'b> {
     /// Sum of each rank.
     sums: Vec<f64>,
     close: f64,
+    /// Whether ranks keep their number of micro-batches of each class.
+    in_classes: bool,
     search: &'a mut Leveller,
 }
 
@@ -57,7 +62,8 @@ impl Teams for Sums<'_, '_> {
     fn best(&mut self, [heavy, light]: [usize; 2], size: Size, _: Option<f64>) -> Option<(f64, Swap)> {
         let aim = (self.sums[heavy] - self.sums[light]) / 2.0;
         let held = [&self.ranks[heavy][..], &self.ranks[light]];
-        let (error, swap) = best(self.bins, &self.costs, held, size, [aim, self.close / 2.0], self.search)?;
+        let aims = [aim, self.close / 2.0];
+        let (error, swap) = best(self.bins, &self.costs, held, size, aims, self.in_classes, self.search)?;
         Some((self.sums[light] + aim + error, swap))
     }
 
@@ -88,14 +94,21 @@ fn best(
     [heavy, light]: [&[usize]; 2],
     size: Size,
     [aim, enough]: [f64; 2],
+    in_classes: bool,
     search: &mut Leveller,
 ) -> Option<(f64, Swap)> {
     let (mut found, mut error) = (None, aim * (1.0 - LEAST));
     if !search.keeps_counts {
         search.steps = search.steps.saturating_sub(heavy.len() * light.len());
-        let of = |held: &[usize]| held.iter().map(|&j| costs[j]).collect::<Vec<f64>>();
-        if let Some((given, taken, off)) = nearest(&of(heavy), &of(light), aim, error) {
-            (found, error) = (Some(Swap::MicroBatches(given, taken)), off);
+        let class = |j: usize| if in_classes { bins.classes[j] } else { 0 };
+        let classes: BTreeSet<u32> = heavy.iter().map(|&j| class(j)).collect();
+        for one in classes {
+            let places = |held: &[usize]| (0..held.len()).filter(|&at| class(held[at]) == one).collect::<Vec<usize>>();
+            let (gives, takes) = (places(heavy), places(light));
+            let of = |held: &[usize], at: &[usize]| at.iter().map(|&at| costs[held[at]]).collect::<Vec<f64>>();
+            if let Some((given, taken, off)) = nearest(&of(heavy, &gives), &of(light, &takes), aim, error) {
+                (found, error) = (Some(Swap::MicroBatches(gives[given], takes[taken])), off);
+            }
         }
     }
     for pair in heavy.iter().flat_map(|&from| light.iter().map(move |&to| [from, to])) {
