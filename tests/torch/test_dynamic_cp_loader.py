@@ -239,6 +239,24 @@ def sampled(rank: int, state: dict[str, Any] | None, num_workers: int) -> tuple[
     return steps, states, delay
 
 
+def of_other_tokens(rank: int) -> str:
+    """A rank whose data set was shuffled with another seed, among documents of equal lengths."""
+    rows = [row if rank == 0 else [token % 256 + 1 for token in row] for row in ([5] * 8, [6] * 8, [7] * 8, [8] * 8)]
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=32, cost_model=COST, release="fifo")
+    sampler = BalancedBatchSampler([8] * 4, packer=packer, dp_rank=rank, dp_size=2)
+    loader = make(StepLoader(DataLoader(Documents(rows), batch_sampler=sampler, collate_fn=list)), 2)  # type: ignore[arg-type]
+    with pytest.raises(wlb.WlbError) as caught:
+        next(loader)
+    loader.close()
+    return str(caught.value)
+
+
+def test_ranks_that_read_other_tokens_of_equal_lengths_are_told() -> None:
+    """Their plans are equal. Without this, some documents would be trained twice, and others never."""
+    for message in processes.run(2, of_other_tokens):
+        assert "group has ranks [1] with another content of the data set than rank 0" in message
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("dp_size", 2), ("max_documents", 8), ("multiple_of_tokens", 16), ("token_buckets", (64, 160))]
 )

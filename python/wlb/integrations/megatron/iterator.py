@@ -257,10 +257,10 @@ class DataIterator:
             step = next(self._iterator, None)
         except BaseException as cause:
             failure = cause
-        digest = None if step is None else step.plan.digest()
+        digest = None if step is None else (step.plan.digest(), getattr(step, "content", None))
         labels = 0 if step is None else sum(batch.num_valid_tokens for batch in step.micro_batches)
         parts = self._peers.gather({"failure": failure_text(failure), "agreement": digest, "labels": labels})
-        self._peers.agree(parts, failure, argument="dataset", what="plan")
+        self._peers.agree(parts, failure, argument="dataset", what="plan or content of the data set")
         return step, sum(part["labels"] for part in parts)
 
     def _run(self) -> Iterator[AnyStep]:

@@ -368,9 +368,14 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
             "costs": costs,
             "layout": layout if documents else None,
             "ended": self._ended,
+            "content": None if self._item is None else self._item.content,
         }
         parts = self._peers.gather(part)
         self._peers.agree(parts, failure, step=self._number, argument="batches", what="step or kind of costs")
+        # Plans of equal lengths are equal, whatever the tokens: ranks that shuffled otherwise are known by these.
+        known = [{**each, "agreement": each["content"]} for each in parts if each["content"] is not None]
+        if len(known) == len(parts):
+            self._peers.agree(known, None, step=self._number, argument="batches", what="content of the data set")
         costs = {name: np.concatenate([part["costs"][name] for part in parts]) for name in self._costs}
         everyone = [part["rows"] for part in parts]
         # Every rank checks this, so that either all fail or none.
