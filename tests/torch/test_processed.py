@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,6 +114,28 @@ def test_balanced_loader_takes_them() -> None:
     steps.close()
     with pytest.raises(wlb.WlbError, match="num_workers is an option of ProcessedRows"):
         wt.balanced_loader(rows, max_tokens=64, tokens_per_batch=200, cost_model=COST, num_workers=2)
+
+
+PROGRAM = """
+import os, time
+import wlb.torch as wt
+
+rows = iter(wt.ProcessedRows(range(100), lambda number: [number, os.getpid()], num_workers=2).shard(1, 0))
+print(*{next(rows)[1] for _ in range(20)}, flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_a_rank_that_was_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        workers = [int(word) for word in rank.stdout.readline().split()]
+        rank.kill()
+    assert workers
+    until = time.monotonic() + 60
+    while alive := [worker for worker in workers if Path(f"/proc/{worker}").exists()]:
+        assert time.monotonic() < until, alive
+        time.sleep(0.2)
 
 
 def broken(text: str) -> Any:
