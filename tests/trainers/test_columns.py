@@ -264,7 +264,7 @@ def lightning(rows: list[Row], options: dict[str, Any]) -> Effect:
     module: Any = torch.nn.Module()
     module.automatic_optimization = False
     fields = {"global_rank": 0, "world_size": 1, "accumulate_grad_batches": 1, "global_step": 0, "callbacks": []}
-    data.trainer = SimpleNamespace(**fields, lightning_module=module)
+    data.trainer = SimpleNamespace(**fields, lightning_module=module, strategy=None)
     return merged(map(of_hugging_face, data.train_dataloader()))
 
 
