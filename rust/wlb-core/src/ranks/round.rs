@@ -172,7 +172,7 @@ struct Step {
 /// let plan = plan_round(&lengths, &options, &cost)?;
 /// // Two steps; in each, two ranks with one micro-batch.
 /// assert_eq!(plan.per_rank, [1, 1]);
-/// assert_eq!(plan.tokens, [600, 900, 500, 600]);
+/// assert_eq!(plan.tokens, [900, 600, 600, 500]);
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
 pub fn plan_round<'a>(lengths: &Lengths, options: &RoundOptions, costs: impl Into<Pricing<'a>>) -> Result<RoundPlan> {
