@@ -106,9 +106,9 @@ def _balance(axes: Sequence[Axes], plans: Sequence[PackedRun]) -> None:
 
 
 def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
-    """Share of tokens that are trained k or more iterations after they arrived."""
-    blues, sands = iter((*style.BLUES, style.ADAPTIVE)), iter(style.SANDS)
-    widths = iter((3.6, 2.4, 1.2, 2.4))  # decreasing, so that equal curves stay visible
+    """Share of tokens that are trained k or more steps after they arrived."""
+    blues, sands = iter(style.BLUES), iter(style.SANDS)
+    widths = iter((3.6, 2.4, 1.2))  # decreasing, so that equal curves stay visible
     for plan in plans:
         by_delay = plan.tokens_by_delay
         if by_delay.size == 1:
@@ -118,20 +118,26 @@ def _delay(ax: Axes, plans: Sequence[PackedRun], *, narrow: bool) -> None:
             np.arange(by_delay.size + 1),
             [1, *waiting],
             where="post",
-            color=next(blues if plan.waits else sands),
-            lw=next(widths) if plan.waits else 1.6,
-            label=f"{plan.name}: {by_delay @ np.arange(by_delay.size) / by_delay.sum():.2f}",
+            color=style.ADAPTIVE if plan.release == "adaptive" else next(blues if plan.thresholds else sands),
+            lw=2.4 if plan.release == "adaptive" else next(widths) if plan.thresholds else 1.6,
+            label=f"{_short(plan.name)}: {by_delay @ np.arange(by_delay.size) / by_delay.sum():.2f}",
         )
-    ax.set(xlabel="iterations from arrival to training", ylabel="tokens that wait so long or longer")
+    ax.set(xlabel="steps from arrival to training", ylabel="tokens that wait so long or longer")
     ax.set(yscale="log", ylim=(1e-4, 1e7 if narrow else 400), xlim=(0, None))  # room for the legend above 100 %
     ax.set_yticks([1, 0.1, 0.01, 0.001, 0.0001], ["100%", "10%", "1%", "0.1%", "0.01%"])
     ax.minorticks_off()
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_title("How long tokens wait")
     if ax.lines:
-        ax.legend(loc="upper right", ncols=1 if narrow else 2, title="mean delay (iterations)", alignment="left")
+        spacing = {"handlelength": 1.4, "columnspacing": 1.0, "alignment": "left"}
+        ax.legend(loc="upper right", ncols=1 if narrow else 2, title="mean delay (steps)", **spacing)
     else:
         ax.text(0.5, 0.5, "no token waits", transform=ax.transAxes, ha="center", color=style.SOFT)
+
+
+def _short(name: str) -> str:
+    """A plan's name without the words that the picture says."""
+    return name.replace(" steps at once", " steps")
 
 
 def _context_parallel(ax: Axes, balance: Sequence[Mapping[str, Any]], *, narrow: bool) -> None:
