@@ -95,7 +95,11 @@ def test_a_state_goes_on_with_other_ranks_and_no_other_shape() -> None:
         assert packing.deal(dp_size).shape == (dp_size, micro_batches // dp_size)
         if dp_size == 4:
             assert packing == whole.copy().push(batches(1)[0])
-    for name, other in (("sync", "micro_batch"), ("max_documents", 25), ("token_buckets", (3072,))):
+    elsewhere = packer(**{**SHAPE, "sync": "micro_batch"})  # DDP's checkpoint goes on under FSDP
+    assert elsewhere.fingerprint == whole.fingerprint
+    elsewhere.load_state_dict(state)
+    assert elsewhere.sync == "micro_batch"
+    for name, other in (("max_documents", 25), ("token_buckets", (3072,))):
         with pytest.raises(wlb.StateError, match=name):
             packer(**{**SHAPE, name: other}).load_state_dict(state)
     # Other ranks share a micro-batch in other multiples.
