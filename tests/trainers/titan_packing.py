@@ -115,7 +115,7 @@ def expected() -> Counter[tuple[int, int]]:
 
 
 def read(loaders: list[GrainDataLoader], rows: int) -> list[Any]:
-    """So many rows of every rank, one after the other."""
+    """The next `rows` rows of all ranks: the first row of each rank, then the second."""
     iterators = [iter(each) for each in loaders]
     return [next(each) for _ in range(rows) for each in iterators]
 

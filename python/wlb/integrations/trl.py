@@ -13,15 +13,13 @@ which shared tokens are computed once, as TRL has it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 import wlb
-from wlb._errors import error
-from wlb.integrations.versions import check_signature
+from wlb.integrations.versions import check_signature, needed
 
 __all__ = ["install", "planned_rows"]
 
@@ -37,12 +35,7 @@ def install(*, cost_model: wlb.CostModel) -> None:
     Raises:
         WlbError: TRL is not installed, or its batchers take other arguments than those of TRL 1.16.
     """
-    try:
-        module = importlib.import_module(_TRAINER)
-    except ImportError as missing:
-        raise error("trl", f"is needed, and cannot be imported: {missing}") from missing
-    if not isinstance(cost_model, wlb.CostModel):
-        raise error("cost_model", f"= {cost_model!r}: must be a CostModel", value=cost_model)
+    module = needed("trl", _TRAINER, cost_model)
     for name, expected in (("TokenBudgetBatcher", _token_budget), ("FixedCountBatcher", _fixed_count)):
         theirs: Any = getattr(module, name, None)
         theirs = getattr(theirs, "_of_trl", theirs)

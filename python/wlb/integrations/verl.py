@@ -30,7 +30,7 @@ import wlb
 from wlb._errors import check_integer, error, renamed
 from wlb._warned import warn
 from wlb.integrations import slices
-from wlb.integrations.versions import check_signature, when_imported
+from wlb.integrations.versions import check_signature, needed, when_imported
 
 __all__ = ["calculate_workload", "get_seqlen_balanced_partitions", "install", "rearrange_micro_batches"]
 
@@ -173,12 +173,7 @@ def install(*, cost_model: wlb.CostModel) -> None:
             this is raised when they are imported.
     """
     global _cost_model
-    try:
-        planner = importlib.import_module(_PLANNER)
-    except ImportError as missing:
-        raise error("verl", f"is needed, and cannot be imported: {missing}") from missing
-    if not isinstance(cost_model, wlb.CostModel):
-        raise error("cost_model", f"= {cost_model!r}: must be a CostModel", value=cost_model)
+    planner = needed("verl", _PLANNER, cost_model)
     for ours in (calculate_workload, get_seqlen_balanced_partitions, rearrange_micro_batches):
         _replace(planner, ours)
     for name in _TRAINERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +14,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
+from wlb._core import CostModel
 from wlb._errors import error
 
 OLDEST: Final = {
@@ -47,6 +49,21 @@ def check_version(package: str) -> None:
         raise error(package, f"is not installed: {oldest} or newer is needed") from None
     if Version(found) < Version(oldest):
         raise error(package, f"is {found}: {oldest} or newer is needed", value=found)
+
+
+def needed(package: str, module: str, cost_model: object) -> ModuleType:
+    """The module of a package whose functions wlb replaces, for a model with these costs.
+
+    Raises:
+        wlb.WlbError: it cannot be imported, or `cost_model` is none.
+    """
+    try:
+        found = import_module(module)
+    except ImportError as missing:
+        raise error(package, f"is needed, and cannot be imported: {missing}") from missing
+    if not isinstance(cost_model, CostModel):
+        raise error("cost_model", f"= {cost_model!r}: must be a CostModel", value=cost_model)
+    return found
 
 
 def check_signature(package: str, theirs: object, ours: Callable[..., Any], expected_as: str) -> None:

@@ -113,7 +113,7 @@ pub struct RoundPlan {
     pub step_costs: Vec<f64>,
     /// Lower bound on the time of each step, for any plan with as many micro-batches.
     pub bounds: Vec<f64>,
-    /// The same if groups were parted inside a step.
+    /// Lower bound on the time of each step, for plans that may part the groups of a step.
     pub parted_bounds: Vec<f64>,
     /// The first sample of the costliest group of each step.
     pub costliest: Vec<u32>,
@@ -317,7 +317,7 @@ impl Step {
         Ok(self.ordered(contents.iter().map(of_rank).collect(), options.order))
     }
 
-    /// The same micro-batches on the same ranks; rounds in this order.
+    /// These micro-batches of each rank, with the rounds in the order that was asked for.
     fn ordered(&self, contents: Vec<Vec<Vec<u32>>>, order: Order) -> Vec<Vec<Vec<u32>>> {
         let round = |r: usize| contents.iter().map(move |rank| &rank[r]);
         let cost = |held: &Vec<u32>| held.iter().map(|&sample| self.costs[sample as usize]).sum::<f64>();

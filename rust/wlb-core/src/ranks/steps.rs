@@ -14,7 +14,7 @@ named_choices! {
         /// The next ones in their order.
         #[default]
         InOrder = "in_order",
-        /// Those with which all steps have equal work.
+        /// The samples with which all steps have equal work.
         Even = "even",
     }
 }

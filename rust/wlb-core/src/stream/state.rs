@@ -371,7 +371,6 @@ fn differences(saved: &PackerConfig, current: &PackerConfig) -> Vec<String> {
             ("method", config.method.as_str().to_owned()),
             ("cost_model", serde_json::to_string(&config.cost_model).unwrap_or_default()),
             ("limits", serde_json::to_string(&config.limits).unwrap_or_default()),
-            ("sync", shape.ranks.map_or("None", |ranks| ranks.sync.as_str()).to_owned()),
             ("max_documents", shape.max_documents.map_or("None".to_owned(), |most| most.to_string())),
             ("max_step_cost", shape.max_cost.map_or("None".to_owned(), |most| most.to_string())),
             ("token_buckets", format!("{:?}", shape.padding.as_ref().map_or(&[][..], Padding::buckets))),
