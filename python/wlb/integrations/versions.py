@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -58,7 +58,7 @@ def needed(package: str, module: str, cost_model: object) -> ModuleType:
         wlb.WlbError: it cannot be imported, or `cost_model` is none.
     """
     try:
-        found = import_module(module)
+        found = importlib.import_module(module)
     except ImportError as missing:
         raise error(package, f"is needed, and cannot be imported: {missing}") from missing
     if not isinstance(cost_model, CostModel):
