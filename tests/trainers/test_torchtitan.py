@@ -30,7 +30,8 @@ from torchtitan.trainer import Trainer
 
 import wlb
 from tests.torch import processes
-from tests.trainers.advised import Made, advised, of, predicted, running
+from tests.trainers.advised import Made, advised, of, running
+from tests.trainers.advised import predicted as predicted_by
 from tests.trainers.page import block
 from tests.trainers.small_corpus import CONTEXT, LENGTHS, llama
 from wlb.integrations import versions
@@ -513,7 +514,7 @@ def test_the_lines_of_advice_make_the_plan_that_they_recommend(axis: str, tmp_pa
     finally:
         del DATASETS["texts"]
     for made in found:
-        assert predicted(tuned).packers[0] in made.packers
+        assert predicted_by(tuned).packers[0] in made.packers
 
 
 def test_data_ends_where_it_is_said(tmp_path: Path) -> None:
