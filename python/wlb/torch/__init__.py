@@ -44,6 +44,7 @@ from wlb.torch.data import (
     PackedBatch,
     Piece,
     ProcessedRows,
+    RoundMean,
     RowReader,
     Step,
     StepLoader,
@@ -51,6 +52,7 @@ from wlb.torch.data import (
     collate,
     collate_forest,
     forest_step,
+    round_step,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
 from wlb.torch.gradients import all_reduce_gradients, sum_gradients
@@ -86,6 +88,7 @@ __all__ = [
     "PipelineMicroBatch",
     "ProcessedRows",
     "Proof",
+    "RoundMean",
     "RowReader",
     "Step",
     "StepLoader",
@@ -114,6 +117,7 @@ __all__ = [
     "prepare_attention",
     "real_tokens",
     "recut",
+    "round_step",
     "sample_predictions",
     "sample_sums",
     "stages_of_rank",

@@ -15,7 +15,9 @@ from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
 from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.processed import ProcessedRows
+from wlb.torch.data.round import round_step
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -34,6 +36,7 @@ __all__ = [
     "PackedBatch",
     "Piece",
     "ProcessedRows",
+    "RoundMean",
     "RowReader",
     "Step",
     "StepLoader",
@@ -41,4 +44,5 @@ __all__ = [
     "collate",
     "collate_forest",
     "forest_step",
+    "round_step",
 ]

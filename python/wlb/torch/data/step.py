@@ -21,6 +21,7 @@ from wlb.reading.reader import StepReader
 from wlb.reading.state import Snapshot
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.content import check_collated, fingerprint, warn_of_split_prompts
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.thread import background_thread
 
@@ -42,6 +43,7 @@ class Step(Generic[T]):
         planning_seconds: Time of planning.
         snapshot: Position of its loader after it: `state`, and its digest. None if the loader has no states.
         content: A hash of some documents of the data set, the same on every rank; None if it is not known.
+        mean: The mean over samples that the step of a round trains (`round_step`); None for the mean over labels.
     """
 
     number: int
@@ -52,6 +54,7 @@ class Step(Generic[T]):
     planning_seconds: float = 0.0
     snapshot: Snapshot | None = None
     content: str | None = None
+    mean: RoundMean | None = None
 
     @property
     def state(self) -> dict[str, Any]:

@@ -32,6 +32,8 @@ class ShortForest:
     Lengths are unequal, so that a mean of means shows.
     """
 
+    mean = ""  # no step of a round
+
     def __init__(
         self,
         step: Step[ForestBatch],
