@@ -124,8 +124,8 @@ fn micro_batch(object: &Bound<'_, PyAny>) -> PyResult<Batch> {
 
 /// A micro-batch cut for the ranks of a context-parallel group.
 ///
-/// In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the packed
-/// sequence is its packed index.
+/// In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the
+/// packed sequence is its packed index.
 ///
 /// Every array is a fresh copy that the caller may keep or change.
 ///
