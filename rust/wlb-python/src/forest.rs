@@ -10,7 +10,7 @@ use wlb_core::forest as core;
 
 use crate::arguments;
 use crate::convert::{int64_array, integer, integers, is_plain};
-use crate::error::raise;
+use crate::error::{raise, refuse};
 use crate::gil::run;
 use crate::plain::{Array, hashed_by, pickled_as_json};
 
@@ -78,6 +78,14 @@ impl Batch {
             Ok(forest) => Ok(Self::Forest(forest.get().0.clone())),
             Err(_) => arguments::lengths(object).map(Self::Documents),
         }
+    }
+}
+
+/// Refuses what has a meaning for documents alone: for each argument whether it was given, and the problem.
+pub(crate) fn refuse_for_forests(arguments: &[(&str, bool, &str)]) -> PyResult<()> {
+    match arguments.iter().find(|(_, given, _)| *given) {
+        Some((argument, _, problem)) => Err(refuse(argument, None, None, problem)),
+        None => Ok(()),
     }
 }
 

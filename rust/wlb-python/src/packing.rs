@@ -15,7 +15,7 @@ use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{document_costs, pricing, read_costs_if_any};
 use crate::error::{raise, refuse};
-use crate::forest::{Batch, PrefixForest};
+use crate::forest::{Batch, PrefixForest, refuse_for_forests};
 use crate::gil::run;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part};
 use crate::results::declaration;
@@ -150,47 +150,43 @@ pub(crate) fn pack(
     if num_micro_batches.is_some() && multiple_of != 1 {
         return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
-    let lengths = match lengths {
-        Batch::Documents(lengths) => lengths,
-        Batch::Forest(forest) => {
-            let only_documents = [
-                (
-                    "costs",
-                    costs.is_some(),
-                    "are of documents: a forest takes a cost_model, which gives each node a cost",
-                ),
-                ("limits", limits.is_some(), "limit columns of costs, which a forest does not take"),
-                ("method", method != "var_length", "is for documents: a forest has a method of its own; leave it out"),
-                ("global_batches", global_batches != 1, "is for documents: a forest is one global batch"),
-                ("multiple_of", multiple_of != 1, "is for documents: with dp_size a forest's plan is a multiple of it"),
-                ("together", together != "rank", "is for documents: a group of samples stays on one rank"),
-                ("token_buckets", token_buckets.is_some(), "are for documents: a forest takes multiple_of_tokens"),
-                ("leftover", leftover != "error", "is for documents: all samples of a forest are placed"),
-            ];
-            if let Some((argument, _, problem)) = only_documents.into_iter().find(|&(_, given, _)| given) {
-                return Err(refuse(argument, None, None, problem));
-            }
-            let padding = core::Padding::new(multiple_of_tokens, cp_size, &[]).map_err(raise)?;
-            let options = ForestOptions {
-                num_micro_batches,
-                fewest,
-                max_tokens: padding.most(max_tokens).map_err(raise)?,
-                ranks: ranks(dp_size, sync)?,
-                groups: groups.unwrap_or_default(),
-                equal_documents,
-                max_documents,
-            };
-            let model = cost_model
-                .ok_or_else(|| refuse("cost_model", None, None, "is missing: it prices the nodes of a forest"))?;
-            return run(py, forest.num_samples(), || pack_forest(&forest, &options, &model))
-                .map(|packing| Packing::padded(packing, padding.clone()))
-                .map_err(|error| raise(padding.explained(error, max_tokens)));
-        }
-    };
+    if matches!(lengths, Batch::Forest(_)) {
+        refuse_for_forests(&[
+            ("costs", costs.is_some(), "are of documents: a forest takes a cost_model, which gives each node a cost"),
+            ("limits", limits.is_some(), "limit columns of costs, which a forest does not take"),
+            ("method", method != "var_length", "is for documents: a forest has a method of its own; leave it out"),
+            ("global_batches", global_batches != 1, "is for documents: a forest is one global batch"),
+            ("multiple_of", multiple_of != 1, "is for documents: with dp_size a forest's plan is a multiple of it"),
+            ("together", together != "rank", "is for documents: a group of samples stays on one rank"),
+            ("token_buckets", token_buckets.is_some(), "are for documents: a forest takes multiple_of_tokens"),
+            ("leftover", leftover != "error", "is for documents: all samples of a forest are placed"),
+        ])?;
+    }
     let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
     let most = padding.most(max_tokens).map_err(raise)?;
     let explained = |error| raise(padding.explained(error, max_tokens));
     let padded = |packing| Packing::padded(packing, padding.clone());
+    let ranks = ranks(dp_size, sync)?;
+    let lengths = match lengths {
+        Batch::Documents(lengths) => lengths,
+        Batch::Forest(forest) => {
+            let groups = groups.unwrap_or_default();
+            let options = ForestOptions {
+                num_micro_batches,
+                fewest,
+                max_tokens: most,
+                ranks,
+                groups,
+                equal_documents,
+                max_documents,
+            };
+            let missing = || refuse("cost_model", None, None, "is missing: it gives the nodes of a forest their costs");
+            let model = cost_model.ok_or_else(missing)?;
+            return run(py, forest.num_samples(), || pack_forest(&forest, &options, &model))
+                .map(padded)
+                .map_err(explained);
+        }
+    };
     let options = core::PackOptions {
         num_micro_batches: num_micro_batches.unwrap_or(1),
         max_tokens: most,
@@ -201,7 +197,6 @@ pub(crate) fn pack(
     let given = document_costs(costs, limits.as_deref(), lengths.len())?;
     let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
-    let ranks = ranks(dp_size, sync)?;
     let together = choice(together)?;
     if together == core::Together::MicroBatch && groups.is_none() {
         return Err(combination("together", "\"micro_batch\" needs groups: the documents that stay together"));
@@ -420,7 +415,7 @@ impl Packing {
     /// Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
     /// ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the
     /// optimum of a linear program if tokens are scarce; summed over columns. O(n log n) at the first call. Of a forest:
-    /// largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
+    /// the largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
     /// twice), the heaviest sample, and the heaviest group.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> f64 {

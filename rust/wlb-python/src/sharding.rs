@@ -14,7 +14,7 @@ use crate::arguments;
 use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::{raise, refuse};
-use crate::forest::{Batch, PrefixForest};
+use crate::forest::{Batch, PrefixForest, refuse_for_forests};
 use crate::gil::run;
 use crate::kernel::KernelModel;
 use crate::packing::{MicroBatch, cu_seqlens};
@@ -98,16 +98,13 @@ pub(crate) fn shard(
         return Err(refuse("max_imbalance", None, None, problem));
     }
     if matches!(lengths, Batch::Forest(_)) {
-        let only_documents = [
+        refuse_for_forests(&[
             ("strategy", strategy != Strategy::Auto, "is for documents: a forest takes \"auto\""),
             ("causal", !causal, "is for documents: samples of a forest can share tokens under a causal mask only"),
             ("hybrid_threshold", hybrid_threshold.is_some(), "is for documents: a forest takes strategy=\"auto\""),
             ("kernel_model", kernel_model.is_some(), "is for documents: a forest takes strategy=\"auto\""),
             ("cp_seconds_per_key", cp_seconds_per_key != 0.0, "is for documents: a forest takes strategy=\"auto\""),
-        ];
-        if let Some((argument, _, problem)) = only_documents.into_iter().find(|&(_, given, _)| given) {
-            return Err(refuse(argument, None, None, problem));
-        }
+        ])?;
     }
     let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
     let options = ShardOptions { cp_size, strategy, mask: mask(causal), hybrid_threshold, max_imbalance };
