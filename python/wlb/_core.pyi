@@ -670,8 +670,8 @@ class Packing:
     @property
     def step_cost(self) -> float:
         """Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
-        "micro_batch"; without ranks the heaviest micro-batch. With several columns, the sum over columns of the heaviest
-        in each.
+        "micro_batch"; without ranks the heaviest micro-batch; with several columns, the sum over columns of the
+        heaviest in each.
         """
     @property
     def leftover(self) -> NDArray[np.int64]:
@@ -704,9 +704,9 @@ class Packing:
     @property
     def lower_bound(self) -> float:
         """Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
-        ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the optimum
-        of a linear program if tokens are scarce; summed over columns. O(n log n) at the first call. Of a forest, the
-        largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
+        ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the
+        optimum of a linear program if tokens are scarce; summed over columns. O(n log n) at the first call. Of a forest:
+        the largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
         twice), the heaviest sample, and the heaviest group.
         """
     @property
@@ -811,7 +811,7 @@ def pack(
 
     Args:
         lengths: int[n], tokens of each document, in arrival order; document ids are indices into it. Or a
-            ``PrefixForest``: its samples are the documents, and a micro-batch computes the tokens that its samples share
+            ``PrefixForest``: its samples are the documents, and a micro-batch computes tokens that its samples share
             once. A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without
             constants: exact for causal pairs, windows and chunks; for measured tables it is the definition. A tree is
             cut between micro-batches, which then compute the shared tokens again, where that costs less than the
@@ -1586,8 +1586,8 @@ class RankShard:
 class Shard:
     """A micro-batch cut for the ranks of a context-parallel group.
 
-    In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the packed
-    sequence is its packed index.
+    In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the
+    packed sequence is its packed index.
 
     Every array is a fresh copy that the caller may keep or change.
 
