@@ -248,7 +248,7 @@ impl<'a> Batch<'a> {
             groups: groups(leaves, &options.groups),
             division: None,
         };
-        if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
+        if options.equal_documents && batch.on_ranks(forest.num_samples(), Effort::Quick).is_none() {
             batch.division = Some(Division::equal(&batch.items(&batch.parts()), batch.dp_size())?);
         }
         Ok(batch)
@@ -297,22 +297,22 @@ impl<'a> Batch<'a> {
     fn attempt(&self, rounds: usize) -> Option<Found<'a>> {
         let good = self.bound(rounds) * (1.0 + ENOUGH);
         let mut best: Option<Found<'a>> = None;
-        for rule in [Rule::LeastLoad, Rule::BestFit, Rule::InTurn] {
+        let free = self.groups.is_empty() && !self.options.equal_documents;
+        let efforts: &[Effort] =
+            if free { &[Effort::Quick] } else { &[Effort::Quick, Effort::Thorough, Effort::Tightest] };
+        let rules = [Rule::LeastLoad, Rule::BestFit, Rule::InTurn];
+        for (&effort, rule) in efforts.iter().flat_map(|effort| rules.map(|rule| (effort, rule))) {
             if best.as_ref().is_some_and(|best| best.step <= good) {
                 break;
             }
-            let made = match self.groups.is_empty() && !self.options.equal_documents {
-                true => self.freely(rounds, rule),
-                false => self.by_rank(rounds, rule),
-            };
+            let made = if free { self.freely(rounds, rule) } else { self.by_rank(rounds, rule, effort) };
             if let Some(made) = made
                 && best.as_ref().is_none_or(|best| made.step < best.step)
             {
                 best = Some(made);
             }
         }
-        if self.groups.is_empty() && !self.options.equal_documents && best.as_ref().is_none_or(|best| best.step > good)
-        {
+        if free && best.as_ref().is_none_or(|best| best.step > good) {
             best = self.of_few(rounds, best.as_ref().map_or(f64::INFINITY, |best| best.step)).or(best);
         }
         best
@@ -397,9 +397,9 @@ impl<'a> Batch<'a> {
     }
 
     /// A plan that shares groups out to ranks first; then each rank fills its own micro-batches.
-    fn by_rank(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
+    fn by_rank(&self, rounds: usize, rule: Rule, effort: Effort) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
-        let held = self.on_ranks(rounds)?;
+        let held = self.on_ranks(rounds, effort)?;
         let targets = self.targets(rounds);
         let of_rank: Vec<f64> = targets.iter().copied().step_by(dp_size).collect();
         let mean = self.whole / (rounds * dp_size) as f64;
@@ -429,12 +429,14 @@ impl<'a> Batch<'a> {
 
     /// The samples of each rank, which has room for `rounds` micro-batches: groups stay together, and counts are equal
     /// if required.
-    fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
+    fn on_ranks(&self, rounds: usize, effort: Effort) -> Option<Vec<Vec<u32>>> {
         let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
         let parts = self.parts();
-        self.shared_out(&parts, rounds).or_else(|| {
+        self.shared_out(&parts, rounds, effort).or_else(|| {
             let may_part = equal && self.groups.is_empty();
-            may_part.then(|| self.in_equal_numbers(&parts, dp_size)).and_then(|parts| self.shared_out(&parts, rounds))
+            may_part
+                .then(|| self.in_equal_numbers(&parts, dp_size))
+                .and_then(|parts| self.shared_out(&parts, rounds, effort))
         })
     }
 
@@ -458,7 +460,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Shares parts out to ranks.
-    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
+    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize, effort: Effort) -> Option<Vec<Vec<u32>>> {
         let items = self.items(parts);
         let shared = Shared {
             ranks: self.dp_size(),
@@ -467,7 +469,7 @@ impl<'a> Batch<'a> {
             equal_documents: self.options.equal_documents,
             division: self.division.as_ref(),
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
-            effort: Effort::Quick,
+            effort,
         };
         let part = |&place: &u32| parts[items[place as usize].index as usize].clone();
         let of_rank = |held: &Vec<u32>| held.iter().flat_map(part).collect();
