@@ -414,7 +414,7 @@ impl Packing {
 impl Packing {
     /// Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
     /// ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the
-    /// optimum of a linear program if tokens are scarce; summed over columns. O(n log n) at the first call. Of a forest:
+    /// optimum of a linear program if tokens are scarce; summed over columns. O(n log n), once. Of a forest:
     /// the largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
     /// twice), the heaviest sample, and the heaviest group.
     #[getter]
