@@ -50,8 +50,6 @@ from wlb.torch.data import (
     StepLoader,
     balanced_loader,
     collate,
-    collate_forest,
-    forest_step,
     round_step,
 )
 from wlb.torch.flops import model_flops, model_flops_utilization, peak_flops
@@ -102,13 +100,11 @@ __all__ = [
     "build_mesh",
     "check_agreement",
     "collate",
-    "collate_forest",
     "context_parallel_attention",
     "count_valid_tokens",
     "cp_sizes",
     "data_and_context",
     "expert_ranks",
-    "forest_step",
     "halo",
     "model_flops",
     "model_flops_utilization",

@@ -12,7 +12,7 @@ from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
-from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
 from wlb.torch.data.mean import RoundMean
@@ -42,7 +42,5 @@ __all__ = [
     "StepLoader",
     "balanced_loader",
     "collate",
-    "collate_forest",
-    "forest_step",
     "round_step",
 ]

@@ -78,7 +78,7 @@ class Row:
     """
 
     documents: tuple[Document, ...]
-    shard: wlb.Shard | wlb.ForestShard
+    shard: wlb.Shard
     first: int
     paths: tuple[Tensor, ...] = ()
 

@@ -190,12 +190,13 @@ class Described:
         """A sentence about what neither a file nor the command line gives, if it decides the answer; else nothing."""
         layout = self.data["layout"]
         sizes = " ".join(setting(axis, layout[axis]) for axis in ("tp", "cp", "pp", "dp"))
-        if layout.get("fsdp", "none") != "none":
-            sizes += f" --set layout.fsdp={layout['fsdp']} --set layout.recompute={layout.get('recompute', 'none')}"
-        laid_out = self.gpus is not None or any(name.startswith("layout.") for name in self.said)
+        said = any(name.split(".")[0] == "layout" for name in self.said)
+        laid_out = self.gpus is not None or said
+        sharded = " ".join(f"--set layout.{name}={layout[name]}" for name in ("fsdp", "recompute") if name in layout)
         parts = {
             f"--model {self.model_name}": "model" in self.said,
             sizes: laid_out,
+            sharded: said or not sharded,
             f"--gpu {self.data['gpu']}": laid_out or bool(self.said & {"gpu", "hardware"}),
             f"--context {self.context}": "context" in self.said,
         }
