@@ -23,8 +23,8 @@ from wlb.reading.state import Snapshot
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.content import check_collated, fingerprint, warn_of_split_prompts
-from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.dataset import Documents
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.thread import background_thread
 
