@@ -1,8 +1,7 @@
 """Plans of `wlb.rl` in the slots of RL trainers, judged by these trainers' own code.
 
-The trainers are read from checkouts that environment variables name: WLB_SLIME, WLB_NEMO_RL,
-WLB_AREAL. A file is imported
-without what its package imports.
+The trainers are read from checkouts that environment variables name: WLB_SLIME, WLB_NEMO_RL, WLB_AREAL. A file is
+imported without what its package imports.
 """
 
 from __future__ import annotations
@@ -102,6 +101,13 @@ def test_nemo_rl() -> None:
     found = {key: imbalance([bins[rank::shards] for rank in range(shards)]) for key, bins in packed.items()}
     assert found["ours"] < 1.01
     assert found["ours"] <= found["own"]
+    # Shards wait for each other in every micro-batch: the k-th ones of all shards are a round.
+    rounds = {
+        key: [bins[first : first + shards] for first in range(0, len(bins), shards)] for key, bins in packed.items()
+    }
+    every = {key: np.mean([imbalance([[part] for part in of]) for of in held]) for key, held in rounds.items()}
+    assert every["ours"] < 1.05
+    assert every["ours"] <= every["own"]
 
 
 @pytest.mark.parametrize("divisor", [1, 4])
