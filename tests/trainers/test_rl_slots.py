@@ -18,9 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainers import rl_slots
+import wlb
+from tests.trainers.page import block
 
-ROOT = Path(__file__).parents[2]
+COST: Any = wlb.ModelConfig.preset("llama2-7b").cost_model()
+NAMES: dict[str, Any] = {"np": np, "wlb": wlb, "Any": Any, "cost": COST}
+exec(block("# slime: in the place"), NAMES)
+exec(block("# NeMo-RL: what get_packer"), NAMES)
+exec(block("# AReaL: in the place"), NAMES)
+OURS = SimpleNamespace(**NAMES)
 RNG = np.random.default_rng(3)
 PROMPTS = np.arange(32).repeat(RNG.integers(1, 9, 32))
 LENGTHS = RNG.lognormal(np.log(3000), 1.1, PROMPTS.size).clip(16, 20000).astype(int)
@@ -44,7 +50,7 @@ def module(name: str, path: Path) -> Any:
 
 def imbalance(parts: list[list[list[int]]], lengths: Any = LENGTHS) -> float:
     """Heaviest rank over the mean, for micro-batches of all ranks."""
-    work = [sum(rl_slots.cost.cost(lengths[part]).sum() for part in rank) for rank in parts]
+    work = [sum(COST.cost(lengths[part]).sum() for part in rank) for rank in parts]
     return float(max(work) / np.mean(work))
 
 
@@ -60,10 +66,8 @@ def test_slime(cap: int, vpp: int, monkeypatch: pytest.MonkeyPatch, pytestconfig
     args = tests.make_args(use_dynamic_batch_size=True, max_tokens_per_gpu=cap // 2, balance_data=True)
     config = tests.make_tp(dp_size=4, cp_size=2, vpp_size=vpp, microbatch_group_size_per_vp_stage=2)
     given = {"global_batch_size": 8, "rollout_indices": PROMPTS.tolist()}
-    assert (
-        inspect.signature(theirs).parameters.keys() == inspect.signature(rl_slots.build_dp_schedule).parameters.keys()
-    )
-    ours = rl_slots.build_dp_schedule(args, config, LENGTHS.tolist(), **given)
+    assert inspect.signature(theirs).parameters.keys() == inspect.signature(OURS.build_dp_schedule).parameters.keys()
+    ours = OURS.build_dp_schedule(args, config, LENGTHS.tolist(), **given)
     other = theirs(args, config, LENGTHS.tolist(), **given)
     found = []
     for partitions, places, counts, sizes in (ours, other):
@@ -88,7 +92,7 @@ def test_nemo_rl() -> None:
 
     class Balanced(theirs.SequencePacker):  # type: ignore[misc, name-defined]
         def _pack_implementation(self, sequence_lengths: list[int]) -> list[list[int]]:
-            return rl_slots.bins(sequence_lengths, self.bin_capacity, shards)
+            return OURS.bins(sequence_lengths, self.bin_capacity, shards)
 
     packed = {}
     name = theirs.PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING
@@ -126,17 +130,12 @@ def test_areal(least: int, divisor: int, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setitem(sys.modules, "numba", plain)
     theirs = module("areals_packing", folder / "areal" / "utils" / "seqpack.py").get_allocate_fn("ffd")
     heaviest = []
-    for allocate in (rl_slots.allocate, theirs):
+    for allocate in (OURS.allocate, theirs):
         groups = allocate(LENGTHS.tolist(), 32768, least, divisor)
         assert sorted(sample for held in groups for sample in held) == [*range(LENGTHS.size)]
         assert max(int(LENGTHS[held].sum()) for held in groups) <= 32768
         assert len(groups) >= least
         assert len(groups) % divisor == 0
-        work = [rl_slots.cost.cost(LENGTHS[held]).sum() for held in groups]
+        work = [COST.cost(LENGTHS[held]).sum() for held in groups]
         heaviest.append(max(work) / np.mean(work))
     assert heaviest[0] <= heaviest[1]
-
-
-@pytest.mark.parametrize("slot", [rl_slots.build_dp_schedule, rl_slots.bins, rl_slots.allocate])
-def test_the_page_shows_what_ran(slot: Any) -> None:
-    assert inspect.getsource(slot).partition("\n")[2].rstrip() in (ROOT / "docs" / "trainers" / "rl.md").read_text()
