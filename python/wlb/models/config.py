@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Passes
 from wlb._core import CostModel, pass_weights
-from wlb._errors import check_bool, check_integer, check_positive, check_share, error
+from wlb._errors import check_bool, check_efficiency, check_integer, check_positive, check_share, error
 from wlb._shown import explained
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
@@ -174,7 +174,8 @@ class ModelConfig:
         """
         found = preset_named(name)
         if found is None:
-            raise error("name", f"{name!r}: must be one of {', '.join(PRESETS)}", value=name)
+            hub = "; a model of the hub or a folder is read by ModelConfig.from_hugging_face" if "/" in name else ""
+            raise error("name", f"{name!r}: must be one of {', '.join(PRESETS)}{hub}", value=name)
         return cls(name=found, **PRESETS[found])
 
     @classmethod
@@ -328,8 +329,8 @@ class ModelConfig:
             WlbError: for a rate that is not positive; or without `causal`, for layers with windows, chunks or an
                 indexer.
         """
-        for name, value in (("attention_efficiency", attention_efficiency), ("flops_per_second", flops_per_second)):
-            check_positive(name, value)
+        check_efficiency("attention_efficiency", attention_efficiency)
+        check_positive("flops_per_second", flops_per_second)
         if not isinstance(recompute, bool):
             check_share("recompute", recompute)
         once, again = (pass_weights(passes, recompute=each) for each in (False, True))
