@@ -128,3 +128,5 @@ def test_names_of_trainers(text: str, name: str) -> None:
     assert trainer_named(text) == name
     with pytest.raises(CliError, match="--trainer nemo: must be one of loop, hugging"):
         trainer_named("nemo")
+    with pytest.raises(CliError, match=r"--trainer Grain: it takes a wlb\.Packer of your own .* give --trainer loop"):
+        trainer_named("Grain")
