@@ -1,6 +1,6 @@
 """What `wlb advise` pastes into a trainer makes the plan that it recommends: the lines run in the real trainers.
 
-Those of axolotl, LLaMA-Factory, TRL and torchtitan run in the files of these trainers.
+Lines for axolotl, LLaMA-Factory, TRL and torchtitan run in the test files of these trainers.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from wlb.reading.documents import (
 from wlb.reading.packed import Run, joined, pack, whole_runs
 from wlb.reading.rows import RowReader
 from wlb.torch.data.batch import PackedBatch, count_positions, shared_rows
-from wlb.torch.data.forest import ForestBatch, collate_samples
+from wlb.torch.data.forest import ForestBatch, check_planned, collate_samples
 
 
 @overload
@@ -122,8 +122,9 @@ def collate(
     for number, document in enumerate(documents):
         found = reader.documents(document, number, "documents", first_id=len(named))
         named += [as_arrays(part, "documents", number) for part in found]
+    lengths = np.array([document.tokens.size for document in named], np.int64)
     if micro_batch is not None:
-        _check_planned(named, micro_batch)
+        check_planned(lengths, micro_batch.lengths, " where the plan")
         document_ids = micro_batch.document_ids if document_ids is None else document_ids
     if document_ids is None:
         ids = integers([document.id for document in named], "documents", "id")
@@ -137,7 +138,6 @@ def collate(
     if max_documents is not None and len(named) > max_documents:
         message = f"= {max_documents}: these are {len(named)} documents; give the packer the same limit"
         raise error("max_documents", message, value=max_documents)
-    lengths = np.array([document.tokens.size for document in named], np.int64)
     total = int(lengths.sum())
     sizes = {"multiple_of_tokens": multiple_of_tokens, "token_buckets": token_buckets}
     padding = padded_tokens(total, cp_size=cp_size, **sizes) - total
@@ -172,18 +172,6 @@ def collate(
         cu_seqlens_size=None if max_documents is None else max_documents + 2,
         columns={name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in further.items()},
     )
-
-
-def _check_planned(documents: Sequence[Document], micro_batch: wlb.MicroBatch) -> None:
-    """Refuses documents of other lengths than planned."""
-    found, planned = [document.tokens.size for document in documents], micro_batch.lengths.tolist()
-    if len(found) != len(planned):
-        message = f"are {len(found)}, but the micro-batch has {len(planned)}: give them in the order of document_ids"
-        raise error("documents", message, value=len(found))
-    for number, (size, wanted) in enumerate(zip(found, planned, strict=True)):
-        if size != wanted:
-            message = f"has {size} tokens where the plan has {wanted}: give those of document_ids, in their order"
-            raise error("documents", message, index=number, value=size)
 
 
 def held_runs(held: wlb.RankShard) -> list[Run]:

@@ -145,16 +145,11 @@ def collate_samples(
     """
     forest = micro_batch.forest if isinstance(micro_batch, wlb.MicroBatch) else micro_batch
     assert forest is not None
-    if len(samples) != forest.num_samples:
-        message = (
-            f"are {len(samples)}, but the micro-batch has {forest.num_samples}: give them in the order of document_ids"
-        )
-        raise error("documents", message, value=len(samples))
     reader = RowReader()
     named = [_whole(reader, sample, number) for number, sample in enumerate(samples)]
     ids = micro_batch.document_ids if isinstance(micro_batch, wlb.MicroBatch) else np.arange(len(named))
     sizes = np.array([sample.tokens.size for sample in named], np.int64)
-    _check_sizes(sizes, forest.sample_lengths)
+    check_planned(sizes, forest.sample_lengths, ", and sample {} of the forest")
     offsets = np.cumsum([0, *sizes], dtype=np.int64)
     flat = np.concatenate([np.zeros(0, np.int64), *(each.tokens for each in named)], dtype=np.int64, casting="unsafe")
     forest.check_tokens(flat, offsets)
@@ -167,7 +162,7 @@ def collate_samples(
     held = shard.rank(cp_rank)
     mine = held.token_indices
 
-    # Of each token of each sample: its place in memory, its sample, its position, and whether the sample predicts it.
+    # Four arrays over the tokens of all samples: place in memory, sample, position, whether the sample predicts it.
     at = forest_of(shard).token_indices[: flat.size]  # padding is the last sample
     of = np.repeat(np.arange(len(named)), sizes)
     positions = np.arange(flat.size) - offsets[of]
@@ -222,13 +217,22 @@ def _filled(forest: wlb.PrefixForest, padding: int) -> wlb.PrefixForest:
     return wlb.PrefixForest.from_parents(parents, lengths, np.append(forest.ends, forest.num_nodes))
 
 
-def _check_sizes(found: Ints, wanted: NDArray[np.int32]) -> None:
-    """Refuses samples of other lengths than the forest's."""
+def check_planned(found: Ints, wanted: NDArray[np.int32], said: str) -> None:
+    """Refuses documents of other lengths than planned.
+
+    Args:
+        found: their lengths.
+        wanted: those of the micro-batch.
+        said: where the planned length stands, for the error; with {} for the document's number.
+    """
+    if found.size != wanted.size:
+        message = f"are {found.size}, but the micro-batch has {wanted.size}: give them in the order of document_ids"
+        raise error("documents", message, value=found.size)
     for number in np.flatnonzero(found != wanted)[:1].tolist():
         other = np.array_equal(np.sort(found), np.sort(wanted))
         what = "they are in another order" if other else "these are other samples"
-        message = f"has {found[number]} tokens, and sample {number} of the forest has {wanted[number]}: {what}; give "
-        raise error("documents", message + "those of document_ids, in their order", index=number, value=found[number])
+        message = f"has {found[number]} tokens{said.format(number)} has {wanted[number]}: {what}; give those of "
+        raise error("documents", message + "document_ids, in their order", index=number, value=int(found[number]))
 
 
 def _whole(reader: RowReader, row: Document | Any, number: int) -> Document:
