@@ -68,14 +68,6 @@ def check_positive(argument: str, value: object) -> None:
         raise error(argument, f"= {value!r}: must be a finite number above 0", value=value)
 
 
-def check_efficiency(argument: str, value: object) -> None:
-    """Refuses what is no ratio of two rates: a number that is not above 0, or a percentage."""
-    check_positive(argument, value)
-    if value > 10:  # type: ignore[operator]
-        message = f"= {value!r}: must be at most 10: it is a ratio of two rates, such as 0.55, not a percentage"
-        raise error(argument, message, value=value)
-
-
 def check_share(argument: str, value: object) -> None:
     """Refuses a value that is no number from 0 to 1 (a bool is no number)."""
     if not _is_number(value) or not 0 <= value <= 1:

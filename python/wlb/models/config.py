@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb._choices import Passes
 from wlb._core import CostModel, pass_weights
-from wlb._errors import check_bool, check_efficiency, check_integer, check_positive, check_share, error
+from wlb._errors import check_bool, check_integer, check_positive, check_share, error
 from wlb._shown import explained
+from wlb._warned import warn
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
 from wlb.models.counted import CountedBlock
@@ -319,7 +320,8 @@ class ModelConfig:
         norms and biases are not. An encoder of images is not counted: its images are not documents.
 
         Args:
-            attention_efficiency: FLOP rate of attention relative to the matrix multiplications'.
+            attention_efficiency: FLOP rate of attention relative to the matrix multiplications'. A percentage, above
+                10, is warned of.
             flops_per_second: rate of the matrix multiplications; 1: the unit is one of their FLOPs, else seconds.
             passes: what is counted.
             recompute: the backward runs the forward again; or the share of the layers of which it does, from 0 to 1.
@@ -329,7 +331,12 @@ class ModelConfig:
             WlbError: for a rate that is not positive; or without `causal`, for layers with windows, chunks or an
                 indexer.
         """
-        check_efficiency("attention_efficiency", attention_efficiency)
+        check_positive("attention_efficiency", attention_efficiency)
+        if attention_efficiency > 10:
+            warn(
+                f"attention_efficiency = {attention_efficiency:g} is a ratio of two rates, such as 0.55, not a"
+                " percentage. It is above 10 only where a slow network holds up everything but attention."
+            )
         check_positive("flops_per_second", flops_per_second)
         if not isinstance(recompute, bool):
             check_share("recompute", recompute)
