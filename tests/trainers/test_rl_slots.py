@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import wlb
-from tests.trainers.page import block
+from tests.trainers.page import UNREACHED, block
 
 COST: Any = wlb.ModelConfig.preset("llama2-7b").cost_model()
 NAMES: dict[str, Any] = {"np": np, "wlb": wlb, "Any": Any, "cost": COST}
@@ -33,10 +33,10 @@ LENGTHS = RNG.lognormal(np.log(3000), 1.1, PROMPTS.size).clip(16, 20000).astype(
 
 
 def checkout(variable: str) -> Path:
-    folder = os.environ.get(variable, "")
-    if not folder:
-        pytest.skip(f"{variable} names no checkout, so that its trainer could not be reached")
-    return Path(folder)
+    folder = Path(os.environ.get(variable, "") or "none")
+    if not folder.is_dir():
+        pytest.skip(f"{variable} names no checkout: {UNREACHED}")
+    return folder
 
 
 def module(name: str, path: Path) -> Any:
