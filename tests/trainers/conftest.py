@@ -51,7 +51,15 @@ PACKAGES = {
 }
 # Trainers that are read from checkouts, and the variables that name these.
 CHECKOUTS = {
-    "test_rl_slots.py": ("WLB_SLIME", "WLB_NEMO_RL", "WLB_AREAL"),
+    "test_rl_slots.py": (
+        "WLB_SLIME",
+        "WLB_NEMO_RL",
+        "WLB_AREAL",
+        "WLB_PRIME_RL",
+        "WLB_TORCHTITAN",
+        "WLB_SKYRL",
+        "WLB_OPENRLHF",
+    ),
     "test_torchtitan_packing.py": ("WLB_TORCHTITAN",),
 }
 
@@ -128,9 +136,9 @@ def _commits(variables: tuple[str, ...]) -> str:
     """What the variables name, and which commits."""
     found = []
     for variable in variables:
-        said = ""
-        if folder := os.environ.get(variable):
+        folder, said = os.environ.get(variable, ""), "(missing)"
+        if folder and Path(folder).is_dir():
             command = ["git", "-C", folder, "describe", "--always", "--exclude", "*"]
-            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        found.append(f"{variable.removeprefix('WLB_').lower()} {said or '(missing)'}")
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "(no commit)"
+        found.append(f"{variable.removeprefix('WLB_').lower()} {said}")
     return ", ".join(found)
