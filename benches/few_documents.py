@@ -41,8 +41,9 @@ def drawn(rng: np.random.Generator) -> tuple[Lengths, dict[str, Any]]:
         "num_stages": int(rng.choice([1, 2, 4])),
         "max_tokens_per_rank": max_tokens,
         "group_sizes": str(rng.choice(["powers_of_two", "any"])),
-        "cp_seconds_per_token": float(rng.choice([0.0, EXCHANGE, EXCHANGE])),
-        "cp_overlap": float(rng.integers(2)),
+        "exchange": wlb.Exchange(
+            seconds_per_token=float(rng.choice([0.0, EXCHANGE, EXCHANGE])), overlap=float(rng.integers(2))
+        ),
     }
     documents = int(rng.integers(4, 31))
     long, short = rng.integers(20_000, 131_073, documents), rng.integers(100, 6000, documents)
@@ -85,8 +86,8 @@ def placed(lengths: Lengths, machine: dict[str, Any], count: int, size: int) -> 
 
 def group_seconds(tokens: Seconds, pairs: Seconds, machine: dict[str, Any], size: int) -> Seconds:
     """Of groups of so many ranks: their part of the work, and the exchange that attention does not hide."""
-    exchange = machine["cp_seconds_per_token"] * tokens * (size - 1) / size
-    exposed: Seconds = np.maximum(exchange - machine["cp_overlap"] * pairs / size, 0)
+    exchange = machine["exchange"].seconds_per_token * tokens * (size - 1) / size
+    exposed: Seconds = np.maximum(exchange - machine["exchange"].overlap * pairs / size, 0)
     return (pairs + LINEAR * tokens) / size + exposed
 
 

@@ -70,6 +70,7 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
+    "Exchange",
     "KernelModel",
     "MicroBatch",
     "Packer",
@@ -2115,6 +2116,58 @@ def dynamic_cp_seconds(
     sync: str,
     p2p_seconds: float,
 ) -> float: ...
+
+@final
+class Exchange:
+    """Prices of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
+
+    A group of ``c`` ranks with ``T`` tokens exchanges for ``(c - 1) * seconds_per_exchange + T * (c - 1) / c *
+    seconds_per_token`` seconds, of which attention hides up to ``overlap`` times its own time.
+    ``wlb_tools.profiling.probe_link`` measures a network. Immutable and picklable; equal prices compare equal.
+
+    Args:
+        seconds_per_token: seconds to exchange the keys and values of a token, and their gradients.
+        seconds_per_exchange: latency of sending keys and values to the next rank.
+        seconds_per_token_in_node, seconds_per_exchange_in_node: the same for a group inside a node, with
+            ``ranks_per_node`` of ``wlb.plan_dynamic_cp``; neither may exceed the price across nodes.
+        overlap: part of the attention, from 0 to 1, that can hide the exchange.
+
+    Raises:
+        WlbError: a price below 0 or above 1e200; an ``overlap`` outside 0 to 1.
+
+    Examples:
+        >>> import wlb
+        >>> wlb.Exchange(seconds_per_token=7e-6, overlap=0.5).overlap
+        0.5
+    """
+    def __new__(
+        cls,
+        *,
+        seconds_per_token: float = 0.0,
+        seconds_per_exchange: float = 0.0,
+        seconds_per_token_in_node: float = 0.0,
+        seconds_per_exchange_in_node: float = 0.0,
+        overlap: float = 1.0,
+    ) -> Exchange: ...
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds to exchange the keys and values of a token, and their gradients."""
+    @property
+    def seconds_per_exchange(self) -> float:
+        """Latency of sending keys and values to the next rank, in seconds."""
+    @property
+    def seconds_per_token_in_node(self) -> float:
+        """``seconds_per_token`` of a group inside a node."""
+    @property
+    def seconds_per_exchange_in_node(self) -> float:
+        """``seconds_per_exchange`` of a group inside a node."""
+    @property
+    def overlap(self) -> float:
+        """Part of the attention, from 0 to 1, that can hide the exchange."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, float]]: ...
+
 def plan_dynamic_cp(
     lengths: ArrayLike,
     *,
@@ -2136,11 +2189,7 @@ def plan_dynamic_cp(
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,
-    cp_seconds_per_token: float = 0.0,
-    cp_seconds_per_exchange: float = 0.0,
-    cp_seconds_per_token_in_node: float | None = None,
-    cp_seconds_per_exchange_in_node: float | None = None,
-    cp_overlap: float = 1.0,
+    exchange: Exchange | None = None,
     p2p_seconds: float = 0.0,
     micro_batch_seconds: float = 0.0,
     ids: ArrayLike | None = None,
@@ -2153,9 +2202,9 @@ def plan_dynamic_cp(
     All ranks have the same number of micro-batches.
 
     On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
-    exchange - cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange
-    = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most ``ceil(T /
-    c)`` of the tokens (documents are sharded "per_document").
+    exchange - overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange =
+    (c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`` (``wlb.Exchange``). Each rank holds at most
+    ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
 
     Args:
         lengths: int[n], tokens of the documents of the step.
@@ -2168,7 +2217,7 @@ def plan_dynamic_cp(
         costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
             tell the work. The ranks of a group share the cost; memory is counted in tokens.
         attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
-            with ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
+            with ``costs`` if ``exchange`` has a price and an ``overlap`` above 0.
         num_virtual_stages: parts of the model on each stage.
         schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
             "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
@@ -2193,11 +2242,7 @@ def plan_dynamic_cp(
         max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
             The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
             ``micro_batch_seconds``, as few as memory allows.
-        cp_seconds_per_token: seconds to exchange the keys and values of a token, and their gradients, over all layers.
-        cp_seconds_per_exchange: latency of sending keys and values to the next rank, over all layers and passes.
-        cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same for groups inside a node, with
-            ``ranks_per_node``; None is 0, and neither may exceed the value across nodes.
-        cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
+        exchange: prices of exchange inside a group; None: it is free.
         p2p_seconds: latency between pipeline stages.
         micro_batch_seconds: time of every micro-batch through the whole model, besides its documents.
         ids: int64[n], ids of the documents in the plan; default their indices.

@@ -19,7 +19,7 @@ NODE = {"ranks_per_node": 4}
 
 
 def test_the_faces_of_a_plan_agree() -> None:
-    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, cp_seconds_per_token=3000.0, **MACHINE)
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, exchange=wlb.Exchange(seconds_per_token=3000.0), **MACHINE)
     m = len(plan)
     assert {1, 2, 8} <= set(plan.cp_sizes.flat)
     assert m == plan.num_micro_batches == len(plan.micro_batches) >= 3
@@ -69,7 +69,7 @@ def test_plans_are_plain_data() -> None:
 def test_groups_stay_inside_a_node_where_exchange_is_free() -> None:
     machine: dict[str, Any] = {"world_size": 12, "num_stages": 1, "max_tokens_per_rank": 4096}
     lengths = [9000, 5000, 4000, 3000, 2500, 2000, *[300] * 30]
-    options: dict[str, Any] = {"cost_model": COST, "cp_seconds_per_token": 3000.0, "cp_overlap": 0.0}
+    options: dict[str, Any] = {"cost_model": COST, "exchange": wlb.Exchange(seconds_per_token=3000.0, overlap=0.0)}
     for sizes in ("powers_of_two", "any"):
         flat = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, **options, **machine)
         plan = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, ranks_per_node=4, **options, **machine)
@@ -134,8 +134,9 @@ def test_where_ranks_wait_is_part_of_a_plan() -> None:
 
 def test_costs_of_next_to_nothing_are_planned() -> None:
     costs = np.array([1.0, 2.0, 3.0]) * 1e-308
-    paid = {"cp_seconds_per_token": 1.0, "cp_overlap": 0.0}
-    plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, world_size=2, num_stages=2, max_tokens_per_rank=100, **paid)
+    machine: dict[str, Any] = {"world_size": 2, "num_stages": 2, "max_tokens_per_rank": 100}
+    paid = wlb.Exchange(seconds_per_token=1.0, overlap=0.0)
+    plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, exchange=paid, **machine)
     assert violations(plan, [5, 10, 20]) == []
 
 
@@ -166,8 +167,7 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         num_stages=2,
         num_virtual_stages=2,
         max_tokens_per_rank=200,
-        cp_seconds_per_token=1.0,
-        cp_overlap=0.5,
+        exchange=wlb.Exchange(seconds_per_token=1.0, overlap=0.5),
     )
     ids = [number for micro_batch in plan for group in micro_batch for number in group.document_ids.tolist()]
     assert sorted(ids) == list(range(19))

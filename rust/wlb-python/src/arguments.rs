@@ -60,12 +60,7 @@ arguments! {
     completion_lengths: Vec<i64> = integers();
     cost_columns: usize = size(1, MAX_COLUMNS as i64);
     costs: Table = floats_by_row();
-    cp_overlap: f64 = real();
-    cp_seconds_per_exchange: f64 = real();
-    cp_seconds_per_exchange_in_node: f64 = real();
     cp_seconds_per_key: f64 = real();
-    cp_seconds_per_token: f64 = real();
-    cp_seconds_per_token_in_node: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);
     cp_sizes: Vec<i64> = integers();
     delay_price: f64 = real();
@@ -123,6 +118,7 @@ arguments! {
     num_virtual_stages: usize = count(MAX_STAGES);
     offsets: Vec<i64> = integers();
     outlier_thresholds: Vec<i32> = narrow("thresholds are int32");
+    overlap: f64 = real();
     p2p_seconds: f64 = real();
     parents: Vec<i64> = integers();
     prompt_lengths: Lengths = read_lengths();
@@ -132,6 +128,10 @@ arguments! {
     recompute: bool = flag();
     samples_per_step: usize = count(MAX_TOKENS as usize);
     seconds: Vec<f64> = floats();
+    seconds_per_exchange: f64 = real();
+    seconds_per_exchange_in_node: f64 = real();
+    seconds_per_token: f64 = real();
+    seconds_per_token_in_node: f64 = real();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     token_buckets: Vec<i32> = narrow("sizes are int32");
     tokens: i64 = integer();

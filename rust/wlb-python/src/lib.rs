@@ -45,7 +45,7 @@ mod _core {
     #[pymodule_export]
     use super::{
         cost::{CostModel, pairs, pass_weights},
-        dynamic_cp::{dynamic_cp_seconds, plan_dynamic_cp},
+        dynamic_cp::{Exchange, dynamic_cp_seconds, plan_dynamic_cp},
         execution::{keys_plan, moves_plan, ring_plan},
         forest::PrefixForest,
         kernel::KernelModel,

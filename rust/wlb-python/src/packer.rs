@@ -19,7 +19,7 @@ use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
 use crate::error::{BacklogWarning, StateError, raise};
 use crate::gil::{RELEASE_FROM, run};
-use crate::packing::{Packing, ranks};
+use crate::packing::{Packing, padding, ranks};
 use crate::plain::{Pickle, Tuple};
 use crate::results::answer;
 
@@ -615,9 +615,8 @@ impl Packer {
             Some(release) => choice(release)?,
             None => Release::of_thresholds(outlier_thresholds.as_deref()),
         };
-        let padding = Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let padding = padding(multiple_of_tokens, cp_size, token_buckets)?;
         let max_tokens = padding.most(max_tokens).map_err(raise)?;
-        let padding = Some(padding).filter(|padding| !padding.is_none());
         let packer = Core::new(PackerConfig {
             outlier_thresholds: outlier_thresholds.unwrap_or_default(),
             delay_price: delay_price.or(release.default_price()),
@@ -626,7 +625,7 @@ impl Packer {
             shape: StepShape {
                 ranks: ranks(dp_size, sync)?,
                 max_documents,
-                padding,
+                padding: padding.if_any(),
                 max_cost: max_step_cost,
                 tokens_per_batch,
             },
