@@ -1130,6 +1130,88 @@ class Packer:
             >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
             array([5, 0, 0, 0, 0, 0, 0])
         """
+    def offered(
+        self,
+        lengths: ArrayLike,
+        *,
+        most_early: ArrayLike,
+        tokens_per_batch: int,
+        min_step_tokens: int,
+        to_the_end: bool,
+        wanted: int | None = None,
+        steps: ArrayLike | None = None,
+    ) -> tuple[int, NDArray[np.int64], int, NDArray[np.int64] | None]:
+        """Chooses the pieces that a reader offers in a step: pieces whose turn is now, and pieces of later steps that come
+        early (``leads``). The last offer takes a rest with it that is too small for a step.
+
+        Args:
+            lengths: int[n], tokens of the pieces that come next, in the order of their turns; enough of them to know
+                whether a whole step remains.
+            most_early: int[n], most steps by which each piece may come early: 0 for a part of a document, -1 for a piece
+                that has entered already.
+            tokens_per_batch: tokens of a global batch.
+            min_step_tokens: least tokens of a step.
+            to_the_end: whether there are no pieces after these.
+            wanted: tokens whose turn is now; at least one new piece. Give this, or ``steps``.
+            steps: int[n], ascending, steps until the turn of each piece; 0 is now.
+
+        Returns:
+            ``(end int, offered int64[k], due int, early int64[k] or None)``: pieces whose turn is now, with those that
+            have entered; indices of the offered pieces; how many of those are due; by how many steps each comes early
+            (None: all are due).
+
+        Raises:
+            WlbError: arrays of other lengths, or numbers out of range; pieces may come early, and the packer has no cost
+                model.
+
+        O(n).
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+            >>> packer.offered([50, 50, 200, 10, 10], most_early=[4] * 5, wanted=100, tokens_per_batch=100,
+            ...                min_step_tokens=10, to_the_end=False)
+            (2, array([0, 1, 2]), 2, array([0, 0, 1]))
+        """
+    def fill(
+        self,
+        lengths: ArrayLike,
+        ids: ArrayLike | None,
+        *,
+        starts: ArrayLike | None = None,
+        costs: ArrayLike | None = None,
+        early: ArrayLike | None = None,
+        min_step_tokens: int,
+        more: bool,
+        rest_waits: bool,
+    ) -> tuple[int, Packing]:
+        """Packs one step of as many of these pieces as are admitted (``admits``), from the first on.
+
+        Args:
+            lengths, ids, starts, costs, early: as for ``push``.
+            min_step_tokens: as for ``push``, unless the caller may offer more.
+            more: whether there are further pieces: if all of these enter, the step may be small, and the caller adds
+                more before it takes the step.
+            rest_waits: whether pieces that do not enter make a step of their own, which needs ``min_step_tokens``: fewer
+                enter if too little would be left.
+
+        Returns:
+            ``(entered int, Packing)``: the number of pieces that entered, and the plan of the step.
+
+        Raises:
+            WlbError: as ``admits`` and ``push``. The packer is unchanged.
+
+        Takes as long as ``admits`` and ``push``.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, max_delay=0)
+            >>> entered, step = packer.fill([80, 80, 80], [0, 1, 2], min_step_tokens=10, more=True, rest_waits=False)
+            >>> entered, step.tokens
+            (2, array([80, 80]))
+        """
     def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
         """Number of these documents, from the first on, that the next push may bring so that ``bounds`` hold.
 

@@ -105,7 +105,9 @@ arguments! {
     micro_batch_seconds: f64 = real();
     min_micro_batches: usize = count(MAX_MICRO_BATCHES);
     min_step_tokens: i64 = integer();
+    more: bool = flag();
     most: i64 = integer();
+    most_early: Vec<i64> = integers();
     multiple_of: usize = count(MAX_MICRO_BATCHES);
     multiple_of_tokens: i32 = positive();
     num_heads: i64 = integer();
@@ -124,6 +126,7 @@ arguments! {
     prompt_lengths: Lengths = read_lengths();
     prompts_per_step: usize = count(MAX_TOKENS as usize);
     query_lengths: Lengths = read_lengths();
+    rest_waits: bool = flag();
     ranks_per_node: usize = count(MAX_WORLD_SIZE);
     recompute: bool = flag();
     samples_per_step: usize = count(MAX_TOKENS as usize);
@@ -132,11 +135,14 @@ arguments! {
     seconds_per_exchange_in_node: f64 = real();
     seconds_per_token: f64 = real();
     seconds_per_token_in_node: f64 = real();
+    steps: Vec<i64> = integers();
     starts: Vec<i32> = narrow("a document has at most 2147483647 tokens");
     token_buckets: Vec<i32> = narrow("sizes are int32");
+    to_the_end: bool = flag();
     tokens: i64 = integer();
     tokens_per_batch: i64 = integer();
     vocab_size: i64 = integer();
+    wanted: i64 = integer();
     windows: Vec<(i32, f64)> = rates_by_size();
     world_size: usize = count(MAX_WORLD_SIZE);
 }
