@@ -28,7 +28,6 @@ from wlb._choices import (
 from wlb._results import (
     Bounds,
     CostFit,
-    DynamicCpPlan,
     PackerMetrics,
     PipelineSteps,
     PipelineTimeline,
@@ -70,6 +69,9 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
+    "CpGroup",
+    "DynamicCpPlan",
+    "DynamicMicroBatch",
     "Exchange",
     "KernelModel",
     "MicroBatch",
@@ -82,7 +84,7 @@ __all__ = [
     "WlbError",
     "__version__",
     "batch_offsets",
-    "dynamic_cp_seconds",
+    "forest_edges",
     "hand_down",
     "keys_plan",
     "most_tokens",
@@ -2167,6 +2169,9 @@ _Sum: TypeAlias = tuple[_Rows, _Rows, int]
 _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
+def forest_edges(
+    shard: Shard, rank: int, *, tokens: ArrayLike, counts: NDArray[np.bool_]
+) -> dict[str, NDArray[np.int64]]: ...
 def keys_plan(
     shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[
@@ -2186,18 +2191,6 @@ def ring_plan(
 def moves_plan(
     before: Shard, after: Shard, rank: int
 ) -> tuple[NDArray[np.int32], _Rows, list[int], _Rows, list[int]]: ...
-def dynamic_cp_seconds(
-    group_seconds: ArrayLike,
-    *,
-    cp_sizes: ArrayLike,
-    group_offsets: ArrayLike,
-    world_size: int,
-    num_stages: int,
-    num_virtual_stages: int,
-    schedule: str,
-    sync: str,
-    p2p_seconds: float,
-) -> float: ...
 
 @final
 class Exchange:
@@ -2249,6 +2242,210 @@ class Exchange:
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, float]]: ...
+
+@final
+class DynamicCpPlan:
+    """The plan of one step: which documents run when, and on which ranks of a pipeline stage.
+
+    Plain data that can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep or
+    change. The micro-batches are its items, in the order in which they run.
+    """
+    @property
+    def world_size(self) -> int:
+        """Ranks of a pipeline stage, DP times CP."""
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+    @property
+    def num_virtual_stages(self) -> int:
+        """Parts of the model on each stage."""
+    @property
+    def schedule(self) -> str:
+        """Order in which a stage runs its micro-batches."""
+    @property
+    def sync(self) -> str:
+        """Where the ranks of a stage wait for each other, once a "step" or in every "micro_batch"."""
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Most tokens that a rank was allowed in a micro-batch; with padding, the largest padded size within that."""
+    @property
+    def max_documents(self) -> int | None:
+        """Most documents that a group was allowed; None: any number."""
+    @property
+    def multiple_of_tokens(self) -> int:
+        """Each rank's tokens in a micro-batch are padded to a multiple of this."""
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """The only padded sizes, ascending; empty for any."""
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a group
+        wait for one another, and all ranks of a stage where ``sync`` says so.
+        """
+    @property
+    def p2p_seconds(self) -> float:
+        """Latency between pipeline stages, included in ``seconds``."""
+    @property
+    def lower_bound(self) -> float:
+        """Lower bound on ``seconds`` (up to rounding) for any plan with at most as many micro-batches as were tried and at
+        least ``min_micro_batches``; if ``num_micro_batches`` was given, with exactly as many. Proved from the work, the
+        filling and draining of the pipeline, and the paths around the longest documents.
+        """
+    @property
+    def balanced_seconds(self) -> float:
+        """Time if all work were spread evenly over all ranks of all stages and no rank ever waited; no pipeline reaches
+        it.
+        """
+    @property
+    def sweep(self) -> tuple[tuple[int, float], ...]:
+        """The numbers of micro-batches that were tried, ascending, each with an estimate of its step in which every rank
+        is as slow as the slowest of the micro-batch. For numbers given up early it is a lower time (with short
+        documents divided at will, or with a part of the documents) that already exceeds the best.
+        """
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step, ``m``, the same on every rank; also ``len()``."""
+    @property
+    def micro_batches(self) -> tuple[DynamicMicroBatch, ...]:
+        """The micro-batches in the order in which they run."""
+    @property
+    def cp_sizes(self) -> NDArray[np.int32]:
+        """int32[m, world_size]: for each rank, the number of ranks in its group."""
+    @property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one."""
+    @property
+    def padded_tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: tokens of each rank including padding."""
+    @property
+    def rank_seconds(self) -> NDArray[np.float64]:
+        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of padding in all micro-batches."""
+    def step_seconds(self, group_seconds: ArrayLike) -> float:
+        """The step's time if its groups took ``group_seconds`` instead of the predicted times, in any unit.
+
+        Args:
+            group_seconds: float [groups], time of each group through the whole model, forward and backward: micro-batch
+                by micro-batch, and inside each in the order of ranks.
+
+        Raises:
+            WlbError: their number is not that of the groups, or one is negative or not finite.
+
+        O(num_stages * m * world_size): the pipeline is simulated.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 4, "num_stages": 1, "max_tokens_per_rank": 1000, "num_micro_batches": 1}
+            >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], costs=[2.0, 1.0, 1.0], **shape)
+            >>> plan.seconds, plan.step_seconds([3.0, 1.0, 1.0])
+            (1.0, 3.0)
+        """
+    def digest(self) -> str:
+        """Hex hash of which documents run when and where: equal if and only if two plans are, apart from seconds.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 2, "num_stages": 1, "max_tokens_per_rank": 1000}
+            >>> plans = [wlb.plan_dynamic_cp([500, 100], costs=[5.0, last], **shape) for last in (1.0, 1.1)]
+            >>> plans[0] == plans[1], plans[0].digest() == plans[1].digest()
+            (False, True)
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> DynamicMicroBatch: ...
+    def __iter__(self) -> Iterator[DynamicMicroBatch]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    @staticmethod
+    def _from_json(json: str) -> DynamicCpPlan: ...
+
+@final
+class DynamicMicroBatch:
+    """One micro-batch of a ``DynamicCpPlan``: groups that together have all ranks of a stage, in the order of their ranks.
+    The groups are its items; a group may be empty.
+
+    A pickle holds the whole plan. To send several micro-batches of one plan, send the plan.
+    """
+    @property
+    def groups(self) -> tuple[CpGroup, ...]:
+        """The groups in the order of their ranks; together they have all ranks. A group may be empty."""
+    @property
+    def seconds(self) -> float:
+        """Seconds of its slowest group through the whole model, forward and backward."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its groups."""
+    def group_of(self, rank: int) -> CpGroup:
+        """The group that a rank of the stage belongs to.
+
+        Raises:
+            WlbError: no such rank.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 4, "num_stages": 1, "max_tokens_per_rank": 1000, "num_micro_batches": 1}
+            >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], costs=[2.0, 1.0, 1.0], **shape)
+            >>> plan[0].group_of(1).ranks
+            range(0, 2)
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> CpGroup: ...
+    def __iter__(self) -> Iterator[CpGroup]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class CpGroup:
+    """Ranks that share the documents of one micro-batch; ``len()`` is their number.
+
+    Every array is a fresh copy that the caller may keep or change. Groups are equal if they run the same documents on
+    the same ranks in the same time, in whatever plan. A pickle holds the whole plan.
+    """
+    @property
+    def first_rank(self) -> int:
+        """First of its ranks; a multiple of ``cp_size``, unless ``group_sizes="any"``."""
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks, a power of two, unless ``group_sizes="any"``; also ``len()``."""
+    @property
+    def ranks(self) -> range:
+        """The ranks of the stage that belong to it."""
+    @property
+    def document_ids(self) -> NDArray[np.int64]:
+        """int64[k]: the documents, in order of arrival."""
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32[k]: tokens of each document."""
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """int32[k + 1]: index of each document's first token in the packed sequence, and at the end its length."""
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+    @property
+    def tokens_per_rank(self) -> int:
+        """Most tokens of a rank, sharded "per_document": the ranks differ by at most one."""
+    @property
+    def padded_tokens_per_rank(self) -> int:
+        """Most tokens of a rank including padding; with padding all of its ranks have equally many."""
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of one more document after the others, which fills all ranks to the same padded size
+        (``multiple_of_tokens``, ``token_buckets``); 0 without padding.
+        """
+    @property
+    def seconds(self) -> float:
+        """Predicted time through the whole model, forward and backward, on each of its ranks."""
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
 
 def plan_dynamic_cp(
     lengths: ArrayLike,

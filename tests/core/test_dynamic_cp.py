@@ -3,6 +3,7 @@
 That plans are legal, and how long they take: `rust/wlb-core/tests/dynamic_cp.rs` and the goldens.
 """
 
+import json
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import wlb
-from tests.oracles.dynamic_cp import violations
+from tests.oracles.dynamic_cp import expanded, violations
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
@@ -52,6 +53,37 @@ def test_the_faces_of_a_plan_agree() -> None:
         plan[0][99]
     with pytest.raises(wlb.WlbError, match="rank = 8"):
         plan[0].group_of(8)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_tables_of_a_plan_are_those_of_its_groups(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes: dict[str, Any] = [{}, {"multiple_of_tokens": 16}, {"token_buckets": (64, 192, 512)}][seed % 3]
+    machine: dict[str, Any] = {"world_size": int(rng.integers(1, 20)), "num_stages": int(rng.integers(1, 4))}
+    lengths = rng.integers(1, 512, int(rng.integers(1, 40)))
+    plan = wlb.plan_dynamic_cp(
+        lengths,
+        cost_model=COST,
+        max_tokens_per_rank=512,
+        group_sizes=["powers_of_two", "any"][seed % 2],
+        **machine,
+        **sizes,
+    )
+    for name, expected in expanded(plan).items():
+        found = getattr(plan, name)
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+        assert getattr(found, "dtype", int) == getattr(expected, "dtype", int), name
+    assert plan.padding_tokens == sum(group.padding_tokens for batch in plan for group in batch)
+
+
+@pytest.mark.parametrize("change", ["documents", "groups", "schedule", "group_offsets"])
+def test_a_pickle_that_was_changed_is_refused(change: str) -> None:
+    make, (text,) = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).__reduce__()
+    held = json.loads(text)
+    assert make(text) == make(json.dumps(held))
+    held[change] = {"schedule": "2f2b"}.get(change, held[change][:-1])
+    with pytest.raises(wlb.StateError):
+        make(json.dumps(held))
 
 
 def test_plans_are_plain_data() -> None:

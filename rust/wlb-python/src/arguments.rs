@@ -62,7 +62,6 @@ arguments! {
     costs: Table = floats_by_row();
     cp_seconds_per_key: f64 = real();
     cp_size: usize = count(MAX_CP_SIZE);
-    cp_sizes: Vec<i64> = integers();
     delay_price: f64 = real();
     document: f64 = real();
     dp_size: i64 = integer();
@@ -78,7 +77,6 @@ arguments! {
     hidden_size: i32 = positive();
     hybrid_threshold: i64 = integer();
     global_batches: usize = count(MAX_MICRO_BATCHES);
-    group_offsets: Vec<i64> = integers();
     group_seconds: Vec<f64> = floats();
     group_sizes: Vec<i64> = integers();
     groups: Vec<i64> = integers();
@@ -129,6 +127,7 @@ arguments! {
     rest_waits: bool = flag();
     ranks_per_node: usize = count(MAX_WORLD_SIZE);
     recompute: bool = flag();
+    sample_tokens: Vec<i64> = integers();
     samples_per_step: usize = count(MAX_TOKENS as usize);
     seconds: Vec<f64> = floats();
     seconds_per_exchange: f64 = real();

@@ -5,16 +5,16 @@ use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
 use wlb_core::cost::DocumentCosts;
 use wlb_core::dynamic_cp::{self as core, Costs, DynamicCpOptions, GroupSizes, Node};
-use wlb_core::packing::{Padding, Pricing};
+use wlb_core::packing::Pricing;
 
 use crate::arguments;
 use crate::convert::{choice, floats};
 use crate::cost::{CostModel, pricing};
+use crate::dynamic_cp_plan::DynamicCpPlan;
 use crate::error::{raise, refuse};
 use crate::gil::run;
 use crate::packing::padding;
-use crate::plain::{Array, Tuple, column, hashed_by};
-use crate::results::answer;
+use crate::plain::hashed_by;
 
 /// Prices of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
 ///
@@ -262,7 +262,7 @@ pub(crate) fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
     #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
     #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
-) -> PyResult<Bound<'py, PyAny>> {
+) -> PyResult<DynamicCpPlan> {
     let exchange = exchange.unwrap_or(&Exchange::FREE);
     let options = DynamicCpOptions {
         world_size,
@@ -296,80 +296,7 @@ pub(crate) fn plan_dynamic_cp<'py>(
         Pricing::Model(model) => Costs::Model(model),
         Pricing::Given(costs) => Costs::Given { costs, attention: attention_costs.as_deref() },
     };
-    let plan =
-        run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))
-            .map_err(raise)?;
-    let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
-        Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
-    };
-    let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
-    let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
-    answer!(py, "DynamicCpPlan", plan {
-        world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
-        lower_bound, balanced_seconds;
-        _digest: run(py, lengths.len().max(world_size), || plan.digest()),
-        _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
-        _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
-        _tokens_per_rank: tokens_per_rank,
-        _padded_tokens_per_rank: padded_tokens_per_rank,
-        _group_seconds: column(&plan.groups, |group| group.seconds),
-        _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
-        _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
-        _document_ids: Array(plan.documents),
-        _lengths: Array(plan.lengths),
-        schedule: plan.schedule.as_str(),
-        sync: plan.sync.as_str(),
-        multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
-        token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
-        sweep: Tuple(plan.sweep),
-    })
-}
-
-/// Seconds of a step whose groups (given by their sizes, in the order of ranks) take these times; see
-/// ``DynamicCpPlan.step_seconds``.
-#[pyfunction]
-#[pyo3(signature = (
-    group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, sync,
-    p2p_seconds
-))]
-#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-pub(crate) fn dynamic_cp_seconds(
-    py: Python<'_>,
-    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: Vec<f64>,
-    #[pyo3(from_py_with = arguments::cp_sizes)] cp_sizes: Vec<i64>,
-    #[pyo3(from_py_with = arguments::group_offsets)] group_offsets: Vec<i64>,
-    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
-    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
-    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
-    schedule: &str,
-    sync: &str,
-    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
-) -> PyResult<f64> {
-    if group_seconds.len() != cp_sizes.len() {
-        let problem = format!("has {} entries, but the plan has {} groups", group_seconds.len(), cp_sizes.len());
-        return Err(refuse("group_seconds", None, None, &problem));
-    }
-    let mut first_rank = 0;
-    let groups: Vec<core::Group> = cp_sizes
-        .into_iter()
-        .zip(group_seconds)
-        .map(|(cp_size, seconds)| {
-            // A size out of range becomes 0, which is refused below.
-            let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
-            let group = core::Group { first_rank, cp_size, seconds };
-            first_rank = (first_rank + cp_size) % world_size as u32;
-            group
-        })
-        .collect();
-    let offsets: Vec<usize> = group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
-    let (schedule, tokens) = (Some(choice(schedule)?), 1); // the time of a step does not depend on `tokens`
-    let options = DynamicCpOptions {
-        num_virtual_stages,
-        schedule,
-        sync: choice(sync)?,
-        p2p_seconds,
-        ..DynamicCpOptions::new(world_size, num_stages, tokens)
-    };
-    let step = || core::step_seconds(&groups, &offsets, &options);
-    run(py, groups.len().max(world_size), step).map_err(raise)
+    run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))
+        .map(DynamicCpPlan::from)
+        .map_err(raise)
 }
