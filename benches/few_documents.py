@@ -104,6 +104,7 @@ def measure(count: int, progress: Progress, seed: int = 0) -> list[Row]:
         lengths, machine = drawn(rng)
         seconds = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine).seconds
         row: Row = machine | {"lengths": lengths.tolist(), "over": seconds / longest_first(lengths, machine) - 1}
+        row |= {"exchange": str(machine["exchange"]), "priced": machine["exchange"].seconds_per_token > 0}
         if machine["group_sizes"] == "any":
             narrowed = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine | {"group_sizes": "powers_of_two"})
             row["over_powers_of_two"] = seconds / narrowed.seconds - 1
@@ -132,9 +133,9 @@ def table(rows: list[Row]) -> Table:
     columns = ("longest first, mean", "at worst", f"over {MUCH:.0%}", "powers of two, mean", "at best")
     table = Table("groups", "exchange", "steps", *columns)
     table.title = "steps of few documents: how much longer wlb's are than others"
-    kinds = {(row["group_sizes"], bool(row["cp_seconds_per_token"])) for row in rows}
+    kinds = {(row["group_sizes"], row["priced"]) for row in rows}
     for sizes, priced in sorted(kinds):
-        of = [row for row in rows if (row["group_sizes"], bool(row["cp_seconds_per_token"])) == (sizes, priced)]
+        of = [row for row in rows if (row["group_sizes"], row["priced"]) == (sizes, priced)]
         over = np.array([row["over"] for row in of])
         told = [f"{over.mean():+.1%}", f"{over.max():+.1%}", str((over > MUCH).sum())]
         if sizes == "any":

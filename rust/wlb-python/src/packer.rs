@@ -24,6 +24,9 @@ use crate::packing::{Packing, padding, ranks};
 use crate::plain::{Array, Pickle, Tuple};
 use crate::results::answer;
 
+/// `(end, offered, due, early)`; see `wlb_core::stream::Offered`.
+type PlainOffered = (usize, Array<Vec<i64>>, usize, Option<Array<Vec<i64>>>);
+
 /// Packs one training step after the other from a stream of documents, and lets some documents wait.
 ///
 /// A document that costs more than a step's mean micro-batch makes its own micro-batch heavy. The packer holds such
@@ -756,7 +759,7 @@ impl Packer {
         #[pyo3(from_py_with = arguments::to_the_end)] to_the_end: bool,
         #[pyo3(from_py_with = arguments::optional::wanted)] wanted: Option<i64>,
         #[pyo3(from_py_with = arguments::optional::steps)] steps: Option<Vec<i64>>,
-    ) -> PyResult<(usize, Array<Vec<i64>>, usize, Option<Array<Vec<i64>>>)> {
+    ) -> PyResult<PlainOffered> {
         let turns = match (wanted, &steps) {
             (Some(wanted), None) => Turns::Tokens(wanted),
             (None, Some(steps)) => Turns::Steps(steps),
