@@ -126,6 +126,12 @@ def test_right_models_are_proved_and_others_refused() -> None:
     assert refused == {name for name in found if name.startswith("gpt_oss")}, found
 
 
+def test_16_bit_parameters_are_proved_where_they_are_sharded() -> None:
+    for found in processes.run(2, proved, ["llama"], ["fully_shard"], BOTH):
+        assert len(found) == 2
+        assert not any(found.values()), found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("wrapper", ["plain", "ddp", "fully_shard"])
 def test_no_family_that_is_right_is_refused(wrapper: str) -> None:

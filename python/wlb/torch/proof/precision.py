@@ -66,19 +66,21 @@ class Precision:
             stack.enter_context(_highest())
             for values in _flash_configs(self._model):
                 stack.enter_context(mock.patch.dict(values, _attn_implementation_internal="sdpa"))
-            kept: list[tuple[Tensor, Tensor]] = []
+            kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
+            stack.enter_context(_buffers_apart(self._model))
             if self._half:
                 for module in self._model.modules():
-                    if isinstance(module, fsdp2()):
-                        module.reshard()
                     if isinstance(module, DistributedDataParallel):
                         stack.enter_context(mock.patch.object(module, "require_backward_grad_sync", False))
                 for stage in self._stages:
                     stack.enter_context(mock.patch.object(stage, "dtype", torch.float32))
                 with torch.no_grad():
                     for tensor in self._half:
-                        kept.append((tensor, tensor.data))
+                        part = getattr(tensor, "_local_tensor", None)
+                        kept.append((tensor, tensor.data, part))
                         tensor.data = tensor.data.float()
+                        if part is not None:  # of a DTensor, of which `data` only has the shape
+                            tensor._local_tensor = part.float()  # type: ignore[attr-defined]
             for module in self._policies:
                 policies = [_policy(module), *(each.mp_policy for each in _sharded(module))]
                 for policy in {id(each): each for each in policies}.values():
@@ -91,9 +93,11 @@ class Precision:
                 yield
             finally:
                 self._in_float32 = False
-                for tensor, before in kept:
+                for tensor, before, part in kept:
                     tensor.grad = None
                     tensor.data = before
+                    if part is not None:
+                        tensor._local_tensor = part  # type: ignore[attr-defined]
         _reset(self._model)
 
     def exchange(self, gradients: Sequence[Tensor | None]) -> None:
@@ -159,6 +163,29 @@ def _sharded(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [each for group in groups if group is not None for each in group.fsdp_params]
+
+
+@contextmanager
+def _buffers_apart(model: nn.Module) -> Iterator[None]:
+    """Lets `fully_shard` gather into buffers of their own, since those that it has are of one precision."""
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    for module in model.modules():
+        if isinstance(module, fsdp2()):
+            module.reshard()
+            for each in _sharded(module):
+                names = ("_unsharded_param", "all_gather_outputs", "_sharded_param_data")
+                kept.append((each, {name: vars(each)[name] for name in names if name in vars(each)}))
+                vars(each).pop("_unsharded_param", None)
+                each.all_gather_outputs = []
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, fsdp2()):
+                module.reshard()
+        for each, values in kept:
+            vars(each).pop("_unsharded_param", None)
+            vars(each).update(values)
 
 
 def _reset(model: nn.Module) -> None:
