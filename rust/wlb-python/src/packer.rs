@@ -720,8 +720,8 @@ impl Packer {
     /// Args:
     ///     lengths: int[n], tokens of the pieces that come next, in the order of their turns; enough of them to know
     ///         whether a whole step remains.
-    ///     most_early: int[n], most steps by which each piece may come early: 0 for a part of a document, -1 for a piece
-    ///         that has entered already.
+    ///     most_early: int[n], most steps by which each piece may come early: 0 for a part of a document, -1 for a
+    ///         piece that has entered already.
     ///     tokens_per_batch: tokens of a global batch.
     ///     min_step_tokens: least tokens of a step.
     ///     to_the_end: whether there are no pieces after these.
@@ -734,8 +734,8 @@ impl Packer {
     ///     (None: all are due).
     ///
     /// Raises:
-    ///     WlbError: arrays of other lengths, or numbers out of range; pieces may come early, and the packer has no cost
-    ///         model.
+    ///     WlbError: arrays of other lengths, or numbers out of range; pieces may come early, and the packer has no
+    ///         cost model.
     ///
     /// O(n).
     ///
@@ -780,8 +780,8 @@ impl Packer {
     ///     min_step_tokens: as for ``push``, unless the caller may offer more.
     ///     more: whether there are further pieces: if all of these enter, the step may be small, and the caller adds
     ///         more before it takes the step.
-    ///     rest_waits: whether pieces that do not enter make a step of their own, which needs ``min_step_tokens``: fewer
-    ///         enter if too little would be left.
+    ///     rest_waits: whether pieces that do not enter make a step of their own, which needs ``min_step_tokens``:
+    ///         fewer enter if too little would be left.
     ///
     /// Returns:
     ///     ``(entered int, Packing)``: the number of pieces that entered, and the plan of the step.

@@ -13,7 +13,6 @@ use crate::pipeline::Schedule;
 use super::counts::price;
 use super::options::DynamicCpOptions;
 use super::problem::Document;
-use super::simulate::step_seconds;
 
 /// Ranks that share the documents of one micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -137,29 +136,6 @@ impl DynamicCpPlan {
     pub fn of_ranks<T: Copy>(&self, of_group: impl Fn(usize) -> T) -> Vec<T> {
         let ranks = self.groups.iter().enumerate();
         ranks.flat_map(|(index, group)| std::iter::repeat_n(of_group(index), group.cp_size as usize)).collect()
-    }
-
-    /// Time of the step if its groups took these seconds.
-    ///
-    /// # Errors
-    /// [`Error::Mismatch`] for another number of groups, [`Error::Entry`] for seconds that are negative or not finite.
-    ///
-    /// # Complexity
-    /// O(ops * world_size).
-    pub fn step_seconds(&self, seconds: &[f64]) -> Result<f64> {
-        let (found, expected) = (seconds.len(), self.groups.len());
-        if found != expected {
-            return Err(Error::Mismatch { argument: "group_seconds", found, other: "groups", expected });
-        }
-        let timed = self.groups.iter().zip(seconds).map(|(group, &seconds)| Group { seconds, ..*group });
-        let options = DynamicCpOptions {
-            num_virtual_stages: self.num_virtual_stages,
-            schedule: Some(self.schedule),
-            sync: self.sync,
-            p2p_seconds: self.p2p_seconds,
-            ..DynamicCpOptions::new(self.world_size, self.num_stages, self.max_tokens_per_rank)
-        };
-        step_seconds(&timed.collect::<Vec<_>>(), &self.group_offsets, &options)
     }
 
     /// The plan as JSON text.

@@ -6,7 +6,7 @@ use crate::pipeline::{Kind, Pipeline};
 
 use super::counts::limits_rounds;
 use super::options::DynamicCpOptions;
-use super::plan::{Draft, Group};
+use super::plan::{Draft, DynamicCpPlan, Group};
 use super::problem::Problem;
 
 /// Seconds of a step, simulated op by op on every rank.
@@ -61,6 +61,31 @@ pub fn step_seconds(groups: &[Group], group_offsets: &[usize], options: &Dynamic
     }
     let pipeline = Pipeline::new(&options.pipeline(group_offsets.len() - 1))?;
     Ok(of_groups(&pipeline, groups, group_offsets, options))
+}
+
+impl DynamicCpPlan {
+    /// Time of the step if its groups took these seconds.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for another number of groups, [`Error::Entry`] for seconds that are negative or not finite.
+    ///
+    /// # Complexity
+    /// O(ops * world_size).
+    pub fn step_seconds(&self, seconds: &[f64]) -> Result<f64> {
+        let (found, expected) = (seconds.len(), self.groups.len());
+        if found != expected {
+            return Err(Error::Mismatch { argument: "group_seconds", found, other: "groups", expected });
+        }
+        let timed = self.groups.iter().zip(seconds).map(|(group, &seconds)| Group { seconds, ..*group });
+        let options = DynamicCpOptions {
+            num_virtual_stages: self.num_virtual_stages,
+            schedule: Some(self.schedule),
+            sync: self.sync,
+            p2p_seconds: self.p2p_seconds,
+            ..DynamicCpOptions::new(self.world_size, self.num_stages, self.max_tokens_per_rank)
+        };
+        step_seconds(&timed.collect::<Vec<_>>(), &self.group_offsets, &options)
+    }
 }
 
 pub(super) fn of_groups(pipeline: &Pipeline, groups: &[Group], offsets: &[usize], options: &DynamicCpOptions) -> f64 {
