@@ -195,7 +195,7 @@ def page(record: Row, clock: Row) -> str:
         "steps has more samples to choose from. verl, NeMo-RL, TransferQueue and the adapters for them need equally "
         "many samples on all ranks, so that round C is padded for them. Times of planning are of one run or of several."
     )
-    text += ["", f"Measured {about['time'][:10]}, commit {about['commit']}; {versions}."]
+    text += ["", *wrapped(f"Measured {about['time'][:10]}, commit {about['commit']}; {versions}.")]
     what = {
         "A": "64 prompts of 8 samples, one step",
         "B": "512 prompts of 16 samples, four steps",

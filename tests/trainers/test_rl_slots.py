@@ -57,9 +57,9 @@ def without_packages(monkeypatch: pytest.MonkeyPatch, folder: Path, *names: str)
         monkeypatch.setitem(sys.modules, name, package)
 
 
-def lines(marker: str, theirs: ModuleType) -> None:
+def lines(text: str, theirs: ModuleType) -> None:
     """Runs a block of the page in the module that it changes."""
-    exec(block(marker), {**vars(theirs), "wlb": wlb, "cost": COST}, scope := {})
+    exec(text, {**vars(theirs), "wlb": wlb, "cost": COST}, scope := {})
     for name, made in scope.items():
         setattr(theirs, name, made)
 
@@ -170,7 +170,7 @@ def test_prime_rl(workers: int, images: int, monkeypatch: pytest.MonkeyPatch) ->
     for name in ("ours", "theirs"):
         theirs = module("prime_rls_batch", source / "prime_rl" / "trainer" / "batch.py")
         if name == "ours":
-            lines("# prime-rl: in the place", theirs)
+            lines(block("# prime-rl: in the place"), theirs)
         samples = []
         for number, size in enumerate(LENGTHS.tolist()):
             fields: dict[str, Any] = {"token_ids": [number] * size, "mask": [True] * size, "logprobs": [0.0] * size}
@@ -199,7 +199,7 @@ def test_skyrl() -> None:
     heaviest = []
     for own in (True, False):
         if not own:
-            lines("# SkyRL: in the place", theirs)
+            lines(block("# SkyRL: in the place"), theirs)
         packer = theirs.make_seq_packer("balanced", bin_capacity=32768, bin_count_multiple=4)
         bins = packer.pack(lengths)
         assert sorted(sample for held in bins for sample in held) == [*range(len(lengths))]
@@ -237,7 +237,7 @@ def test_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
             for number, size in enumerate(lengths.tolist())
         ]
         if not own:
-            lines("# OpenRLHF: in the place", theirs)
+            lines(block("# OpenRLHF: in the place"), theirs)
         held = [[int(prompt) for prompt in of.prompts] for of in theirs.balance_experiences(given, args)]
         assert sorted(number for of in held for number in of) == [*range(120)]
         assert [len(of) for of in held] == [30] * ranks
