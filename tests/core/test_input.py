@@ -178,7 +178,7 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         range(100, 101),
         [np.int64(100), np.int32(7), 30, np.uint8(7)],
         [np.uint64(100), np.uint64(7)],
-        memoryview(np.array(BASE, "i8").tobytes()).cast("q"),
+        pytest.param(memoryview(np.array(BASE, "i8").tobytes()).cast("q"), id="memoryview"),
     ],
     ids=repr,
 )

@@ -11,10 +11,14 @@ from unittest import mock
 import pytest
 import yaml
 
+from tests.torch import processes
+from tests.trainers import advised, programs
 from tests.trainers.page import block
 from tests.trainers.programs import check_losses, check_resuming, save_model
+from tests.trainers.small_corpus import llama
 from tests.trainers.text_corpus import texts, tokenised
 from wlb._errors import WlbError
+from wlb_tools.command.output.trainers import ENTRIES
 
 pytest.importorskip("axolotl")
 
@@ -83,6 +87,21 @@ def test_it_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     check_resuming(program, tmp_path)
+
+
+def from_lines(rank: int, model: Path, output: Path, lines: str) -> advised.Made:
+    def as_written(model: Path, output: Path, options: dict[str, Any]) -> None:
+        assert yaml.safe_load(lines)["plugins"] == yaml.safe_load(block("BalancePlugin"))["plugins"]
+        program(model, output, yaml.safe_load(lines)["wlb"])
+
+    return advised.calling(lambda: programs.run(rank, as_written, model, output, 2))
+
+
+def test_the_lines_of_advice_make_the_plan_that_they_recommend(tmp_path: Path) -> None:
+    tuned = advised.advised("axolotl", advised.of(llama().config), "wlb")
+    lines = ENTRIES["axolotl"].written(tuned)
+    for made in processes.run(2, from_lines, save_model(tmp_path), tmp_path / "out", lines):
+        assert advised.predicted(tuned).packers[0] in made.packers
 
 
 @pytest.mark.parametrize(

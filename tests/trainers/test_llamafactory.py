@@ -13,11 +13,15 @@ import pytest
 import torch
 import yaml
 
+from tests.torch import processes
+from tests.trainers import advised, programs
 from tests.trainers.page import block
 from tests.trainers.programs import check_losses, check_resuming, save_model
+from tests.trainers.small_corpus import llama
 from tests.trainers.text_corpus import texts, tokenised
 from wlb._errors import WlbError
 from wlb.integrations.llamafactory import balanced
+from wlb_tools.command.output.trainers import ENTRIES
 
 pytest.importorskip("llamafactory")
 with mock.patch.object(torch.version, "cuda", None):  # it refuses one of another CUDA than its own, which no test needs
@@ -60,15 +64,20 @@ def configuration(model: Path, output: Path, **changes: Any) -> dict[str, Any]:
     return options | changes
 
 
-def program(model: Path, output: Path, options: dict[str, Any]) -> None:
-    """The page's, with these options, as `python train.py CONFIGURATION` runs it."""
+def execute(code: str, model: Path, output: Path) -> None:
+    """As `python train.py CONFIGURATION` runs it."""
     file = model / f"{output.name}{os.environ.get('RANK', '')}.yaml"
     file.write_text(yaml.safe_dump(configuration(model, output)))
+    with mock.patch.object(sys, "argv", ["train.py", str(file)]):
+        exec(code, {})
+
+
+def program(model: Path, output: Path, options: dict[str, Any]) -> None:
+    """The page's, with these options."""
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     code = block("llamafactory")
     assert "max_tokens=65536" in code
-    with mock.patch.object(sys, "argv", ["train.py", str(file)]):
-        exec(code.replace("max_tokens=65536", given), {})
+    execute(code.replace("max_tokens=65536", given), model, output)
 
 
 ROWS = [tokenised(text) for text in texts() if text["prompt"].strip()]
@@ -81,6 +90,20 @@ def test_it_takes_the_steps_of_one_document_at_a_time(ranks: int, tmp_path: Path
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     check_resuming(program, tmp_path)
+
+
+def from_lines(rank: int, model: Path, output: Path, lines: str) -> advised.Made:
+    def as_written(model: Path, output: Path, options: dict[str, Any]) -> None:
+        execute(lines, model, output)
+
+    return advised.calling(lambda: programs.run(rank, as_written, model, output, 2))
+
+
+def test_the_lines_of_advice_make_the_plan_that_they_recommend(tmp_path: Path) -> None:
+    tuned = advised.advised("llamafactory", advised.of(llama().config), "wlb")
+    lines = ENTRIES["llamafactory"].written(tuned)
+    for made in processes.run(2, from_lines, save_model(tmp_path), tmp_path / "out", lines):
+        assert advised.predicted(tuned).packers[0] in made.packers
 
 
 @pytest.mark.parametrize(

@@ -23,20 +23,23 @@ from torchtitan.distributed import compile as titan_compile
 from torchtitan.distributed import fsdp as titan_fsdp
 from torchtitan.distributed.parallel_dims import ParallelDims
 from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader
+from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataLoader, HuggingFaceTextDataLoader
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 import wlb
 from tests.torch import processes
+from tests.trainers.advised import Made, advised, of, running
+from tests.trainers.advised import predicted as predicted_by
 from tests.trainers.page import block
-from tests.trainers.small_corpus import CONTEXT, LENGTHS
+from tests.trainers.small_corpus import CONTEXT, LENGTHS, llama
 from wlb.integrations import versions
 from wlb.integrations.torchtitan import WlbDataLoader, balance, proof
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.integrations.torchtitan.trainer import _for_ranks
 from wlb.torch.data import BalancedBatchSampler, Piece
+from wlb_tools.command.output.trainers import ENTRIES
 
 STEPS = 20
 CHUNKED = ChunkedLossWrapper.Config(num_chunks=4, loss_fn=CrossEntropyLoss.Config(global_vocab_size=titan.VOCABULARY))
@@ -488,6 +491,30 @@ def test_text_resumes(kind: str, tmp_path: Path) -> None:
         del DATASETS["texts"]
     assert found[0] == whole[0][7:]
     assert len(whole[0]) == 12
+
+
+def from_lines(rank: int, folder: Path, lines: str, parallelism: dict[str, int]) -> Made:
+    made = titan.config(folder, steps=2, parallelism=parallelism)
+    made.dataloader = HuggingFaceTextDataLoader.Config(dataset="texts")
+    names: dict[str, Any] = {"config": made, "titan": titan}
+    return running(f"{lines}losses, trainer, _ = titan.train(config)\ntrainer.close()\n", names)
+
+
+@pytest.mark.parametrize("axis", ["data_parallel_shard_degree", "pipeline_parallel_degree"])
+def test_the_lines_of_advice_make_the_plan_that_they_recommend(axis: str, tmp_path: Path) -> None:
+    costs = cost_of_model(titan.config(tmp_path).model_spec.model)
+    sharded = axis == "data_parallel_shard_degree"
+    layout = {"dp": 2} if sharded else {"dp": 1, "pp": 2}
+    given: dict[str, Any] = {"sync": "micro_batch"} if sharded else {}
+    tuned = advised("torchtitan", of(llama().config), "wlb", layout=layout, cost_model=costs, **given)
+    DATASETS["texts"] = DatasetConfig(path="", loader=texts, sample_processor=lambda sample: sample["text"])
+    try:
+        lines = ENTRIES["torchtitan"].written(tuned)
+        found = processes.run(2, from_lines, tmp_path, lines, {axis: 2})
+    finally:
+        del DATASETS["texts"]
+    for made in found:
+        assert predicted_by(tuned).packers[0] in made.packers
 
 
 def test_data_ends_where_it_is_said(tmp_path: Path) -> None:

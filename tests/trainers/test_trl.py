@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +14,14 @@ import torch.distributed as dist
 
 import wlb
 from tests.torch import processes
+from tests.trainers.advised import Made, advised, of, predicted, running
 from tests.trainers.page import block
 from tests.trainers.small_corpus import CONTEXT, StopAt, flat, llama, loss_of_one, outcome
 from tests.trainers.text_corpus import LENGTHS, Row, planned, reference, texts, tokenised, tokenizer
 from wlb.integrations.huggingface import balance
 from wlb.integrations.rows import Rows
 from wlb.integrations.streams import streams_of
+from wlb_tools.command.output.trainers import ENTRIES
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -106,6 +109,21 @@ def test_a_killed_run_goes_on_bit_for_bit(stream: bool, tmp_path: Path) -> None:
 
 def partial_train(rank: int, folder: Path, stop: int, resume: bool, options: dict[str, Any]) -> Any:
     return train(rank, folder, stop, resume, **options)
+
+
+def from_lines(rank: int, folder: Path, lines: str) -> Made:
+    """As they are pasted; that there is no GPU, and which tokenizer it is, TRL is told in another way."""
+    few = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 2, "disable_tqdm": True}
+    config = partial(trl.SFTConfig, str(folder), **few)
+    trainer = partial(trl.SFTTrainer, processing_class=tokenizer())
+    with mock.patch.multiple(trl, SFTConfig=config, SFTTrainer=trainer):
+        return running(f"{lines}trainer.train()\n", {"model": llama(), "dataset": text()})
+
+
+def test_the_lines_of_advice_make_the_plan_that_they_recommend(tmp_path: Path) -> None:
+    tuned = advised("trl", of(llama().config), "wlb")
+    for made in processes.run(2, from_lines, tmp_path, ENTRIES["trl"].written(tuned)):
+        assert predicted(tuned).packers[0] in made.packers
 
 
 def counted(rank: int, folder: Path, fill: int) -> tuple[list[int], list[int]]:

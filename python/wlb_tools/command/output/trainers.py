@@ -24,6 +24,8 @@ class Entry:
         function: what is called, with what its result is assigned to; "": YAML has the arguments.
         first: its first arguments.
         after: what to paste after the call.
+        pipeline: what to paste before the call where the model has pipeline stages; `{count}` stands for the
+            micro-batches of a step on one data-parallel rank.
         data_parallel: whether wlb balances only data-parallel ranks there, so that no other axis may divide the model.
         dynamic: whether it runs Dynamic-CP.
         per_rank: whether it takes the tokens of a micro-batch on one context-parallel rank.
@@ -33,6 +35,7 @@ class Entry:
     function: str = ""
     first: tuple[str, ...] = ()
     after: str = ""
+    pipeline: str = ""
     data_parallel: bool = True
     dynamic: bool = False
     per_rank: bool = False
@@ -59,7 +62,10 @@ class Entry:
         if not self.function:
             return self.before + "".join(f"  {name}: {json.dumps(value)}\n" for name, value in values.items())
         made = call(self.function, *map(Verbatim, self.first), **values)
-        return f"{self.before}\n\n{made}\n{self.after}"
+        layout = tuning.scenario.layout
+        count = tuning.scenario.micro_batches * tuning.best.split / layout.dp
+        staged = self.pipeline.format(count=int(count)) if layout.pp > 1 else ""
+        return f"{self.before}\n\n{staged}{made}\n{self.after}"
 
     def _values(self, tuning: LoaderTuning) -> dict[str, Any]:
         best, scenario = tuning.best, tuning.scenario
@@ -87,7 +93,9 @@ _MAKES_TRAINER: Final = "trainer = SFTTrainer(model, SFTConfig(packing=False, ma
 
 ENTRIES: Final[Mapping[Trainer, Entry]] = {
     "huggingface": Entry(_BALANCE, "trainer = balance", ("trainer",)),
-    "trl": Entry(f"{_BALANCE}\n\n{_MAKES_TRAINER}", "trainer = balance", ("trainer",)),
+    "trl": Entry(
+        f"from trl import SFTConfig, SFTTrainer\n{_BALANCE}\n\n{_MAKES_TRAINER}", "trainer = balance", ("trainer",)
+    ),
     "axolotl": Entry("plugins:\n  - wlb.integrations.axolotl.BalancePlugin\nwlb:\n"),
     "llamafactory": Entry(
         "from llamafactory.train.tuner import run_exp\nfrom wlb.integrations.llamafactory import balanced",
@@ -112,6 +120,8 @@ ENTRIES: Final[Mapping[Trainer, Entry]] = {
         "from wlb.integrations.torchtitan import balance",
         "config = balance",
         ("config",),
+        pipeline="config.training.local_batch_size = {count} * config.parallelism.pipeline_parallel_microbatch_size\n"
+        "config.training.global_batch_size = -1  # so that all of a step's micro-batches enter the pipeline at once\n",
         data_parallel=False,
     ),
 }
