@@ -114,6 +114,7 @@ def _waits_for_all(rank: int, lost: int, how: str, folder: Path) -> None:
 
 ELASTIC = """
 import os, signal, sys
+import torch.testing._internal.distributed.fake_pg
 from datetime import timedelta
 import torch.distributed as dist
 from wlb.torch.host import HostGroup
