@@ -31,8 +31,9 @@ test: $(VENV)/wheels/dev
 test-rust:
 	cargo test --locked --package wlb-core 2>&1 | sed -u 's/^/rust: /'
 
+# Whole files go to the processes. Tests start processes of their own, which wait for each other more than they work.
 test-python: $(VENV)/.dev-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 ## Also the tests that take minutes, and more examples of every property.
 test-long: $(VENV)/.dev-test

@@ -134,17 +134,17 @@ def inputs() -> Iterator[Rollouts]:
 
 
 def ours(sync: Any) -> Callable[[Rollouts], tuple[Plan, float]]:
-    """`wlb.pack_forest`."""
+    """`wlb.pack` of the forest."""
 
     def plan(of: Rollouts) -> tuple[Plan, float]:
         forest = of.forest()
         seconds, planned = timed(
-            lambda: wlb.pack_forest(
+            lambda: wlb.pack(
                 forest, num_micro_batches=None, max_tokens=of.max_tokens, cost_model=COST, dp_size=DP, sync=sync
             )
         )
         deal = planned.deal(DP).tolist()
-        return [[planned[index].sample_ids.tolist() for index in rank] for rank in deal], seconds
+        return [[planned[index].document_ids.tolist() for index in rank] for rank in deal], seconds
 
     return plan
 
@@ -186,8 +186,8 @@ def trl(of: Rollouts) -> tuple[Plan, float]:
 
 
 PLANNERS: dict[str, tuple[str, Callable[[Rollouts], tuple[Plan, float]]]] = {
-    "wlb `pack_forest(sync='step')`": ("wlb", ours("step")),
-    "wlb `pack_forest(sync='micro_batch')`": ("wlb", ours("micro_batch")),
+    "wlb `pack(forest, sync='step')`": ("wlb", ours("step")),
+    "wlb `pack(forest, sync='micro_batch')`": ("wlb", ours("micro_batch")),
     "wlb `pack(sync='step')`, nothing shared": ("", without_sharing("step")),
     "TRL `TokenBudgetBatcher`": ("trl", trl),
 }
@@ -232,7 +232,7 @@ def bounds(of: Rollouts) -> Row:
     """Step costs of wlb's plans over the lower bound that wlb proves."""
     found: Row = {"input": of.name}
     for sync in ("step", "micro_batch"):
-        plan = wlb.pack_forest(
+        plan = wlb.pack(
             of.forest(), num_micro_batches=None, max_tokens=of.max_tokens, cost_model=COST, dp_size=DP, sync=sync
         )
         found[sync] = plan.step_cost / plan.lower_bound
@@ -250,8 +250,8 @@ def building(of: Rollouts) -> Row:
         "groups": tokens.size / with_groups,
         "no_groups": tokens.size / without,
     }
-    plan = wlb.pack_forest(forest, num_micro_batches=None, max_tokens=131072, cost_model=COST)
-    shards = [wlb.shard_forest(part, cp_size=8) for part in plan if part.unique_tokens >= 100_000]
+    plan = wlb.pack(forest, num_micro_batches=None, max_tokens=131072, cost_model=COST)
+    shards = [wlb.shard(part, cp_size=8) for part in plan if part.tokens >= 100_000]
     if shards:
         row["level"] = max(float(shard.pairs_per_rank.max() / shard.pairs_per_rank.mean()) for shard in shards)
     try:

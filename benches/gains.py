@@ -170,10 +170,10 @@ def cell(row: Row) -> str:
 def table(rows: list[Row]) -> Iterator[str]:
     """README's table in Markdown."""
     corpora = list(dict.fromkeys(row["corpus"] for row in rows))
-    made = Table("you train with", "in wlb", *corpora)
+    made = Table("you train with", *corpora, "in wlb")
     for case in CASES:
         found = {row["corpus"]: cell(row) for row in rows if row["who"] == case.who}
-        made.add_row(f"{case.who} ({case.setting})", case.call, *(found[name] for name in corpora))
+        made.add_row(f"{case.who} ({case.setting})", *(found[name] for name in corpora), case.call)
     yield from markdown(made)
 
 

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/grpo.py --no-sharing        # once for each completion: the same losses, slower
 
 Read it from top to bottom. A step has some prompts and a group of completions for each. wlb finds what they share
-and gives samples to ranks (`plan`), makes tensors of them (`forest_step`), and sums gradients over all ranks
+and gives samples to ranks (`plan`), makes tensors of them (`Step.of`), and sums gradients over all ranks
 (`train_step`). The loss is that of every sample: `to_samples` gives each its own tokens, with its own advantage.
 
 Completions are random tokens here, and a reward is the share of even ones; your sampler and your reward stand in their
@@ -60,13 +60,13 @@ def rollouts(args: argparse.Namespace, step: int) -> tuple[list[wt.Document], Te
     return samples, torch.tensor(advantages, dtype=torch.float32)
 
 
-def plan(args: argparse.Namespace, samples: list[wt.Document], cost: wlb.CostModel, ranks: int) -> wlb.ForestPlan:
+def plan(args: argparse.Namespace, samples: list[wt.Document], cost: wlb.CostModel, ranks: int) -> wlb.Packing:
     """Which samples share tokens, and which micro-batch and rank each goes to; the same on all ranks."""
     tokens = np.concatenate([sample.tokens for sample in samples])
     offsets = np.cumsum([0, *(len(sample.tokens) for sample in samples)])
     apart = np.arange(len(samples)) if args.no_sharing else None  # only samples of one group can share
     forest = wlb.PrefixForest.from_tokens(tokens, offsets, groups=apart)
-    return wlb.pack_forest(forest, num_micro_batches=None, max_tokens=args.max_tokens, cost_model=cost, dp_size=ranks)
+    return wlb.pack(forest, num_micro_batches=None, max_tokens=args.max_tokens, cost_model=cost, dp_size=ranks)
 
 
 def log_probabilities(model: torch.nn.Module, batch: wt.ForestBatch) -> Tensor:
@@ -86,8 +86,8 @@ def clipped(
     clip: float,
 ) -> Tensor:
     """This micro-batch's part of the mean over the learnt tokens of all samples and ranks."""
-    ratio = (log_probabilities(model, batch) - old[int(batch.sample_ids[0])]).exp()
-    advantage = advantages[batch.sample_ids[batch.sample_of]]
+    ratio = (log_probabilities(model, batch) - old[int(batch.document_ids[0])]).exp()
+    advantage = advantages[batch.document_ids[batch.sample_of]]
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).sum() / valid
 
 
@@ -109,9 +109,9 @@ def main() -> None:
     for round_ in range(args.steps):
         samples, advantages = rollouts(args, round_)
         planned = plan(args, samples, cost, ranks)
-        step = wt.forest_step(samples, planned, number=round_, dp_rank=rank)
+        step = wt.Step.of(planned, samples, number=round_, dp_rank=rank)
         with torch.no_grad():  # a sampler may bring these
-            old = {int(batch.sample_ids[0]): log_probabilities(model, batch) for batch in step.micro_batches}
+            old = {int(batch.document_ids[0]): log_probabilities(model, batch) for batch in step.micro_batches}
 
         loss_of = partial(clipped, old=old, advantages=advantages, clip=args.clip)
         for update in range(args.updates):
@@ -121,7 +121,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if rank == 0:
-                tokens = {"unique_tokens": planned.unique_tokens, "raw_tokens": planned.raw_tokens}
+                tokens = {"unique_tokens": planned.num_tokens, "raw_tokens": planned.raw_tokens}
                 line = {"round": round_, "update": update, "loss": loss.item(), "seconds": seconds, **tokens}
                 print(json.dumps(line), flush=True)
                 if args.metrics_file:

@@ -200,8 +200,6 @@ METHODS_WITHOUT_EXAMPLES = {
     "CostModel.attention_cost",  # as `cost`
     "CostModel.from_json",  # in `to_json`
     "CostModel.linear_cost",  # as `cost`
-    "ForestPlan.digest",
-    "ForestShard.digest",
     "KernelModel.from_profile",  # as `CostModel.from_profile`
     "Packer.copy",
     "Packer.drain",  # in `flush`

@@ -9,7 +9,7 @@ ranks without padding (`shard`).
                                     vocab_size=32000, attention_efficiency=0.55)
     plan = wlb.pack(lengths, num_micro_batches=16, max_tokens=196608, cost_model=cost)
     for micro_batch in plan.micro_batches:
-        shard = wlb.shard(micro_batch.lengths, cp_size=4)
+        shard = wlb.shard(micro_batch, cp_size=4)
 
 The same lengths give the same plan, byte for byte, on every rank. Only numpy is required.
 """
@@ -21,10 +21,6 @@ from wlb._core import (
     BUILD_PROFILE,
     BacklogWarning,
     CostModel,
-    ForestMicroBatch,
-    ForestPlan,
-    ForestRankShard,
-    ForestShard,
     KernelModel,
     MicroBatch,
     Packer,
@@ -38,11 +34,9 @@ from wlb._core import (
     batch_offsets,
     order_micro_batches,
     pack,
-    pack_forest,
     pairs,
     plan_dynamic_cp,
     shard,
-    shard_forest,
     simulate_pipeline,
     simulate_steps,
     split_documents,
@@ -98,10 +92,6 @@ __all__ = [
     "CpGroup",
     "DynamicCpPlan",
     "DynamicMicroBatch",
-    "ForestMicroBatch",
-    "ForestPlan",
-    "ForestRankShard",
-    "ForestShard",
     "KernelModel",
     "MicroBatch",
     "ModelConfig",
@@ -121,11 +111,9 @@ __all__ = [
     "batch_offsets",
     "order_micro_batches",
     "pack",
-    "pack_forest",
     "pairs",
     "plan_dynamic_cp",
     "shard",
-    "shard_forest",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",

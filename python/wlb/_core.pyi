@@ -70,10 +70,6 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
-    "ForestMicroBatch",
-    "ForestPlan",
-    "ForestRankShard",
-    "ForestShard",
     "KernelModel",
     "MicroBatch",
     "Packer",
@@ -92,7 +88,6 @@ __all__ = [
     "moves_plan",
     "order_micro_batches",
     "pack",
-    "pack_forest",
     "padded_tokens",
     "pairs",
     "pass_weights",
@@ -101,7 +96,6 @@ __all__ = [
     "result",
     "ring_plan",
     "shard",
-    "shard_forest",
     "simulate_pipeline",
     "simulate_steps",
     "split_documents",
@@ -402,25 +396,44 @@ class CostModel:
 
 @final
 class MicroBatch:
-    """The documents of one micro-batch, in arrival order."""
+    """The documents of one micro-batch, in arrival order; of a forest its samples, with their nodes."""
     @property
     def document_ids(self) -> NDArray[np.int64]:
-        """int64[k]: ids of the documents; of a document that was cut there may be only a part."""
+        """int64[k]: ids of the documents; of a document that was cut there may be only a part. Of a forest: numbers of the
+        samples.
+        """
     @property
     def starts(self) -> NDArray[np.int32]:
         """int32[k]: position in its document of each piece's first token; 0 for whole documents."""
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """int32[k]: tokens of each piece."""
+        """int32[k]: tokens of each piece; of a forest, of each sample with the tokens that it shares."""
     @property
     def cu_seqlens(self) -> NDArray[np.int32]:
-        """int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens."""
+        """int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens.
+
+        Raises:
+            WlbError: of a forest: samples that share tokens do not lie one after the other; take ``wlb.shard``.
+        """
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest piece, 0 without one: what varlen attention takes beside ``cu_seqlens``."""
     @property
     def tokens(self) -> int:
-        """Tokens of the micro-batch."""
+        """Tokens of the micro-batch; of a forest those of its nodes, each shared token once."""
+    @property
+    def nodes(self) -> NDArray[np.int64] | None:
+        """int64[m]: nodes of the samples in the plan's forest, in memory order: depth-first, the longest of siblings
+        first, so that it follows its parent. None without a forest.
+        """
+    @property
+    def forest(self) -> PrefixForest | None:
+        """The forest of these samples alone; its nodes are in the order of ``nodes``, its samples in that of
+        ``document_ids``. None without a forest.
+        """
+    @property
+    def raw_tokens(self) -> int | None:
+        """Tokens of the samples, as many as without sharing. None without a forest."""
     @property
     def cost(self) -> float:
         """Cost of the micro-batch, in the cost model's unit."""
@@ -558,298 +571,22 @@ class PrefixForest:
     @property
     def sample_lengths(self) -> NDArray[np.int32]:
         """int32[n]: tokens of each sample."""
+    @property
+    def token_indices(self) -> NDArray[np.int64]:
+        """int64[raw_tokens]: place of each sample's tokens, sample by sample, in the sequence in which ``shard`` packs the
+        nodes: depth-first, the longest of siblings first. O(raw_tokens).
+
+        Examples:
+            >>> import wlb
+            >>> forest = wlb.PrefixForest.from_prompts([2], 2, [1, 2])
+            >>> forest.token_indices
+            array([0, 1, 4, 0, 1, 2, 3])
+        """
     def digest(self) -> str:
         """Hex hash of the forest: equal on two ranks if and only if their forests are. O(m + n)."""
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
     def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class ForestPlan:
-    """The micro-batches of a forest: plain data that can be printed, compared, pickled and sent.
-
-    Every array is a fresh copy that the caller may keep or change.
-    """
-    @property
-    def forest(self) -> PrefixForest:
-        """The forest whose samples were packed."""
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches, ``M``; also ``len()``."""
-    @property
-    def max_tokens(self) -> int:
-        """Most unique tokens that a micro-batch was allowed."""
-    @property
-    def micro_batches(self) -> tuple[ForestMicroBatch, ...]:
-        """The micro-batches, a tuple of ``ForestMicroBatch``."""
-    @property
-    def unique_tokens(self) -> int:
-        """Unique tokens of all micro-batches: tokens of the forest's nodes, counted once for each micro-batch that
-        computes them.
-        """
-    @property
-    def raw_tokens(self) -> int:
-        """Tokens of all samples: what is computed without sharing."""
-    @property
-    def costs(self) -> NDArray[np.float64]:
-        """float64[M]: cost of each micro-batch, in the cost model's unit."""
-    @property
-    def step_cost(self) -> float:
-        """Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
-        "micro_batch"; the heaviest micro-batch without ranks.
-        """
-    @property
-    def imbalance(self) -> float:
-        """``step_cost`` over the step cost if all computed work were spread evenly."""
-    @property
-    def lower_bound(self) -> float:
-        """Lower bound on ``step_cost`` for any plan of these samples into as many micro-batches: the largest of an equal
-        share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed twice), the heaviest
-        sample, and the heaviest group.
-        """
-    @property
-    def dp_size(self) -> int | None:
-        """Data-parallel ranks that the plan was made for; None if it can be dealt to any number."""
-    @property
-    def sync(self) -> Sync | None:
-        """Where these ranks wait for each other, "step" or "micro_batch"; None without ranks."""
-    def digest(self) -> str:
-        """Hex hash of the place of every token: equal on two ranks if and only if their plans are. If nothing is shared it
-        is the digest of the plan of ``pack``. O(samples and nodes).
-        """
-    def deal(self, dp_size: int) -> NDArray[np.int64]:
-        """Deals the micro-batches to data-parallel ranks: equal counts, balanced costs, in schedule order.
-
-        Returns:
-            int64[dp_size, M / dp_size]: micro-batch indices of each rank. A plan that was made for ranks keeps its
-            order.
-
-        Raises:
-            WlbError: ``dp_size`` does not divide the number of micro-batches, or is not the one that the plan was made
-                for.
-
-        Examples:
-            >>> import wlb
-            >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
-            >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
-            >>> wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost).deal(2)
-            array([[0],
-                   [1]])
-        """
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> ForestMicroBatch: ...
-    def __iter__(self) -> Iterator[ForestMicroBatch]: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class ForestMicroBatch:
-    """The samples of one micro-batch of a forest."""
-    @property
-    def sample_ids(self) -> NDArray[np.int64]:
-        """int64[k]: the samples, ascending."""
-    @property
-    def nodes(self) -> NDArray[np.int64]:
-        """int64[m]: nodes of these samples in the plan's forest, in memory order: depth-first, the longest of siblings
-        first, so that it follows its parent.
-        """
-    @property
-    def forest(self) -> PrefixForest:
-        """The forest of these samples alone; its nodes are in the order of ``nodes``, its samples in that of
-        ``sample_ids``.
-        """
-    @property
-    def unique_tokens(self) -> int:
-        """Tokens of the nodes: what the micro-batch computes."""
-    @property
-    def raw_tokens(self) -> int:
-        """Tokens of the samples."""
-    @property
-    def padded_tokens(self) -> int:
-        """Unique tokens including the padding of ``multiple_of_tokens``."""
-    @property
-    def cost(self) -> float:
-        """Cost of the micro-batch, in the cost model's unit."""
-    def __len__(self) -> int: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
-
-def pack_forest(
-    forest: PrefixForest,
-    *,
-    num_micro_batches: int | None,
-    max_tokens: int,
-    cost_model: CostModel,
-    dp_size: int | None = None,
-    sync: Sync | None = None,
-    groups: ArrayLike | None = None,
-    equal_documents: bool = False,
-    max_documents: int | None = None,
-    multiple_of_tokens: int = 1,
-    cp_size: int = 1,
-) -> ForestPlan:
-    """Packs the samples of a forest into micro-batches, each of which computes a shared token once.
-
-    A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without constants.
-    That is exact for causal pairs, windows and chunks; for measured tables it is the definition. The constant of a
-    document counts once for each sample, that of a micro-batch once for each micro-batch. If a tree is cut between two
-    micro-batches, both compute the tokens that the parts share. A tree is cut where that costs less than the imbalance
-    that it removes, or where ``max_tokens`` requires it.
-
-    Args:
-        forest: the samples.
-        num_micro_batches: micro-batches of all ranks. None: as few as were found to hold the samples; with ``dp_size``,
-            up to two more on each rank if each makes the step 1 % shorter.
-        max_tokens: most unique tokens of a micro-batch, as memory allows.
-        cost_model: cost of tokens; it must be of causal attention.
-        dp_size: data-parallel ranks to make the plan for; ``plan.deal(dp_size)`` gives each rank its micro-batches, and
-            the plan lists them rank by rank. None: single micro-batches are made equal.
-        sync: where these ranks wait for each other, "step" (the default) or "micro_batch", as for ``pack``.
-        groups: int[n], with ``dp_size``: samples with the same number stay on one rank.
-        equal_documents: with ``dp_size``, all ranks get equally many samples (they differ by at most one). Groups whose
-            sizes do not allow that are refused.
-        max_documents: most samples of a micro-batch.
-        multiple_of_tokens: each of the ``cp_size`` ranks that share a micro-batch gets a multiple of this number of
-            tokens (MXFP8 needs 32, HybridEP 128): micro-batches are padded to a multiple of ``multiple_of_tokens *
-            cp_size``, which ``shard`` divides equally. ``max_tokens`` counts the padding.
-        cp_size: context-parallel ranks that share a micro-batch; it matters to ``multiple_of_tokens`` alone.
-
-    Returns:
-        ForestPlan. The same input gives the same plan, byte for byte, on every rank and machine. If nothing is
-        shared, it is the plan of ``pack``, with the same digest.
-
-    Raises:
-        WlbError: a sample over ``max_tokens``, a cost model with ``causal=False``, ``groups`` of another length, an
-            option that needs ``dp_size`` without it, or samples that do not fit into the micro-batches.
-
-    O(n log n), O(micro-batches) for each tree or part of one, and a bounded number of exchanges. Releases the GIL from
-    1,024 samples on.
-
-    Examples:
-        >>> import wlb
-        >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
-        >>> cost = wlb.CostModel(attention=1.0, linear=1000.0)
-        >>> plan = wlb.pack_forest(forest, num_micro_batches=2, max_tokens=200, cost_model=cost)
-        >>> [batch.sample_ids.tolist() for batch in plan.micro_batches]
-        [[2, 3], [0, 1]]
-        >>> plan.unique_tokens, forest.raw_tokens
-        (300, 500)
-    """
-
-def shard_forest(micro_batch: ForestMicroBatch | PrefixForest, *, cp_size: int) -> ForestShard:
-    """Cuts a micro-batch of a forest for the ranks of a context-parallel group, without padding.
-
-    Long nodes are cut like documents, into ``2 * cp_size`` chunks, two for each rank with equal pairs; tokens left over
-    go to ranks in turn. Short nodes stay whole on one rank. Several least lengths of cut nodes are tried. Of those with
-    all ranks within 1 % of the mean pairs, the one that moves the fewest keys is chosen; if there is none, the most
-    even one.
-
-    Args:
-        micro_batch: a micro-batch of a ``ForestPlan``; or a ``PrefixForest``, for all of its samples.
-        cp_size: number of ranks of the group.
-
-    Returns:
-        ForestShard. Ranks differ by at most one token. The same input gives the same shard on every rank.
-
-    Raises:
-        WlbError: ``cp_size`` out of range, or more than 2^31 - 1 unique tokens.
-
-    O(m (log m + cp_size)) for ``m`` nodes, for each of at most 66 attempts.
-
-    Examples:
-        >>> import wlb
-        >>> shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
-        >>> shard.tokens_per_rank, shard.pairs_per_rank
-        (array([8, 8]), array([60, 60]))
-    """
-
-@final
-class ForestShard:
-    """The tokens of a forest on each rank: plain data.
-
-    Nodes lie in memory depth-first, the longest of siblings first. A token's index there is called its packed index.
-    """
-    @property
-    def forest(self) -> PrefixForest:
-        """The forest, with its nodes in memory order."""
-    @property
-    def cp_size(self) -> int:
-        """Ranks of the group."""
-    @property
-    def num_tokens(self) -> int:
-        """Unique tokens of all ranks."""
-    @property
-    def tokens_per_rank(self) -> NDArray[np.int64]:
-        """int64[cp_size]: tokens of each rank."""
-    @property
-    def pairs_per_rank(self) -> NDArray[np.int64]:
-        """int64[cp_size]: (query, key) pairs of each rank."""
-    @property
-    def keys_moved(self) -> NDArray[np.int64]:
-        """int64[cp_size]: keys that each rank's queries see and other ranks hold, each counted once."""
-    @property
-    def restore_indices(self) -> NDArray[np.int32]:
-        """int32[num_tokens]: ``rank_major[restore_indices] == packed``, where ``rank_major`` has the ranks' tokens one
-        rank after the other.
-        """
-    def rank(self, rank: int) -> ForestRankShard:
-        """The arrays of one rank.
-
-        Raises:
-            WlbError: a rank that does not exist.
-
-        Examples:
-            >>> import wlb
-            >>> forest = wlb.PrefixForest.from_prompts([8], 2, [4, 4])
-            >>> wlb.shard_forest(forest, cp_size=2).rank(0).token_indices
-            array([ 0,  1,  6,  7,  8,  9, 10, 11], dtype=int32)
-        """
-    def digest(self) -> str:
-        """Hex hash of the place of every token: equal on two ranks if and only if their shards are. O(segments)."""
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
-    def __reduce__(self) -> tuple[Any, ...]: ...
-
-@final
-class ForestRankShard:
-    """The tokens of one rank of a forest: runs of tokens (segments), each inside one node, and the keys that each sees.
-
-    Segment ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` of the rank. Its keys are in the
-    intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``, one interval after the other; interval ``j``
-    has the packed indices ``key_starts[j]`` to ``key_ends[j] - 1``. The last query sees all of these keys, and each
-    query before it one less (a causal mask aligned at the end).
-    """
-    @property
-    def token_indices(self) -> NDArray[np.int32]:
-        """int32[t]: packed index of each of the rank's tokens, ascending."""
-    @property
-    def position_ids(self) -> NDArray[np.int32]:
-        """int32[t]: position of each token: the number of tokens before it on its path."""
-    @property
-    def nodes(self) -> NDArray[np.int32]:
-        """int32[s]: node of each segment, as an index into the shard's forest."""
-    @property
-    def starts(self) -> NDArray[np.int32]:
-        """int32[s]: offset of each segment's first token in its node."""
-    @property
-    def cu_seqlens_q(self) -> NDArray[np.int32]:
-        """int32[s + 1]: index of each segment's first token among the rank's tokens, and at the end their number."""
-    @property
-    def cu_seqlens_k(self) -> NDArray[np.int64]:
-        """int64[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
-        at the end their number.
-        """
-    @property
-    def cu_intervals(self) -> NDArray[np.int32]:
-        """int32[s + 1]: index of each segment's first interval, and at the end the number of intervals ``k``."""
-    @property
-    def key_starts(self) -> NDArray[np.int32]:
-        """int32[k]: packed index of the first key of each interval."""
-    @property
-    def key_ends(self) -> NDArray[np.int32]:
-        """int32[k]: packed index after the last key of each interval."""
 
 @final
 class Packing:
@@ -890,7 +627,7 @@ class Packing:
         """
     @property
     def method(self) -> str:
-        """Method that made the packing: a method of ``pack``, or "assignment"."""
+        """Method that made the packing: a method of ``pack``, "forest", or "assignment"."""
     @property
     def num_micro_batches(self) -> int:
         """Number of micro-batches, ``M``; also ``len()``."""
@@ -899,7 +636,9 @@ class Packing:
         """Most tokens that a micro-batch was allowed."""
     @property
     def num_tokens(self) -> int:
-        """Tokens of all micro-batches."""
+        """Tokens of all micro-batches. Tokens that samples of a forest share count once for each micro-batch that computes
+        them.
+        """
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
         """The micro-batches, a tuple of ``MicroBatch``. An empty one is legal."""
@@ -923,9 +662,16 @@ class Packing:
     def column_costs(self) -> NDArray[np.float64]:
         """float64[M, r]: cost of each micro-batch in each column of the documents' costs; with a cost model there is one."""
     @property
+    def forest(self) -> PrefixForest | None:
+        """The forest whose samples were packed; None if documents were."""
+    @property
+    def raw_tokens(self) -> int | None:
+        """Tokens of all samples of the forest: what is computed without sharing. None without a forest."""
+    @property
     def step_cost(self) -> float:
-        """Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
-        in each.
+        """Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
+        "micro_batch"; without ranks the heaviest micro-batch; with several columns, the sum over columns of the
+        heaviest in each.
         """
     @property
     def leftover(self) -> NDArray[np.int64]:
@@ -940,7 +686,8 @@ class Packing:
         """int32[l]: tokens of each left-over piece."""
     @property
     def imbalance(self) -> float:
-        """``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
+        """``max cost * M / total cost``: the heaviest micro-batch over the mean, whatever ranks they are on (see
+        ``rank_imbalance``); with several columns, the sum over columns of the heaviest in each. 1.0 when nothing is
         placed.
         """
     @property
@@ -957,8 +704,10 @@ class Packing:
     @property
     def lower_bound(self) -> float:
         """Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
-        ``max_tokens``: ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are
-        scarce; summed over columns. O(n log n) at the first call.
+        ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the
+        optimum of a linear program if tokens are scarce; summed over columns. O(n log n), once. Of a forest:
+        the largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
+        twice), the heaviest sample, and the heaviest group.
         """
     @property
     def length_fallbacks(self) -> int:
@@ -973,7 +722,7 @@ class Packing:
 
         Returns:
             dict: method, micro_batches, documents, tokens, leftover, imbalance, largest_micro_batch (tokens), heaviest
-                (cost).
+                (cost); of a forest also raw_tokens.
 
         Complexity:
             O(documents).
@@ -1005,7 +754,9 @@ class Packing:
 
     def _repr_html_(self) -> str: ...
     def digest(self) -> str:
-        """Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents)."""
+        """Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents), and of a
+        forest O(nodes).
+        """
     def deal(self, dp_size: int) -> NDArray[np.int64]:
         """Deals the micro-batches of each step to data-parallel ranks: equal counts, balanced costs, in schedule order.
 
@@ -1035,7 +786,7 @@ class Packing:
     def __reduce__(self) -> tuple[Any, ...]: ...
 
 def pack(
-    lengths: ArrayLike,
+    lengths: ArrayLike | PrefixForest,
     *,
     num_micro_batches: int | Literal["fewest"] | None,
     max_tokens: int,
@@ -1056,17 +807,23 @@ def pack(
     token_buckets: ArrayLike | None = None,
     leftover: Leftover = "error",
 ) -> Packing:
-    """Packs one global batch of documents into micro-batches.
+    """Packs one global batch of documents, or the samples of a forest, into micro-batches.
 
     Args:
-        lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
+        lengths: int[n], tokens of each document, in arrival order; document ids are indices into it. Or a
+            ``PrefixForest``: its samples are the documents, and a micro-batch computes tokens that its samples share
+            once. A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without
+            constants: exact for causal pairs, windows and chunks; for measured tables it is the definition. A tree is
+            cut between micro-batches, which then compute the shared tokens again, where that costs less than the
+            imbalance that it removes, or where ``max_tokens`` requires it.
         num_micro_batches: micro-batches of a global batch, ``N``. "fewest": the smallest number (a multiple of
             ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
             (fine-tuning, reinforcement learning). None: the same, or with ``dp_size`` up to two more on each rank, if
             each makes the step 1 % shorter. If the cost model says what a micro-batch costs besides its documents
             (``micro_batch``), that cost decides instead of the 1 %.
-        max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
-        cost_model: cost of a document, from its length. Give it, or ``costs``.
+        max_tokens: most tokens of a micro-batch, as memory allows (``S_max``). A token that samples share counts once.
+        cost_model: cost of a document, from its length. Give it, or ``costs``. For a forest it must be of causal
+            attention.
         costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource
             with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
             heaviest micro-batch in each column, and ``imbalance`` and ``lower_bound`` are of this sum. For
@@ -1110,8 +867,12 @@ def pack(
         leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
             then in no micro-batch and are not trained unless you pass them again.
 
+    A forest does not take ``costs``, ``limits``, ``method``, ``global_batches``, ``multiple_of``, ``together``,
+    ``token_buckets`` and ``leftover``.
+
     Returns:
-        Packing. The same input gives the same plan, byte for byte, on every rank and machine.
+        Packing. The same input gives the same plan, byte for byte, on every rank and machine. The plan of a forest that
+        shares nothing is that of its samples' lengths, with the same digest.
 
     Raises:
         WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
@@ -1134,6 +895,12 @@ def pack(
         array([0, 1, 1, 1, 1], dtype=int32)
         >>> round(plan.imbalance, 3)
         1.004
+        >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+        >>> plan = wlb.pack(forest, num_micro_batches=2, max_tokens=200, cost_model=cost)
+        >>> [batch.document_ids.tolist() for batch in plan]
+        [[2, 3], [0, 1]]
+        >>> plan.num_tokens, plan.raw_tokens
+        (300, 500)
     """
 
 @final
@@ -1736,6 +1503,11 @@ class RankShard:
     cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up to the segment's end, which
     is what a kernel with bottom-right causal alignment expects.
 
+    In a forest a segment is a run of one node, and rows are in packed order. The keys of segment ``i`` are those of the
+    nodes above, then its own, in the intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``; interval
+    ``j`` is ``packed[key_starts[j]:key_ends[j]]``. (Segments of documents have one interval each.) The last query sees
+    all of these keys, and each query before it one less.
+
     Examples:
         >>> import wlb
         >>> r = wlb.shard([8, 4], cp_size=2, strategy="per_document").rank(0)
@@ -1756,6 +1528,9 @@ class RankShard:
     def causal(self) -> bool:
         """Whether queries attend only to keys before them."""
     @property
+    def forest(self) -> PrefixForest | None:
+        """The forest, with its nodes in memory order; None if documents were cut."""
+    @property
     def num_tokens(self) -> int:
         """Tokens of the rank, ``T_r``."""
     @property
@@ -1766,7 +1541,7 @@ class RankShard:
         """int32[T_r]: index of each token in the packed sequence, in the order of rows."""
     @property
     def position_ids(self) -> NDArray[np.int32]:
-        """int32[T_r]: position of each token in its document, as RoPE needs it."""
+        """int32[T_r]: position of each token in its document, as RoPE needs it; in a forest, on its path."""
     @property
     def cu_seqlens_q(self) -> NDArray[np.int32]:
         """int32[s + 1]: index of each segment's first query among the rank's tokens, and at the end their number."""
@@ -1774,6 +1549,9 @@ class RankShard:
     def cu_seqlens_k(self) -> NDArray[np.int32]:
         """int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
         at the end their number.
+
+        Raises:
+            WlbError: the keys of a forest are more than int32 can count.
         """
     @property
     def max_seqlen_q(self) -> int:
@@ -1783,10 +1561,23 @@ class RankShard:
         """Most keys of a segment; 0 without segments."""
     @property
     def k_starts(self) -> NDArray[np.int32]:
-        """int32[s]: index of each segment's first key in the packed sequence."""
+        """int32[s]: index of each segment's first key in the packed sequence.
+
+        Raises:
+            WlbError: the shard is of a forest, whose segments have several intervals of keys: take ``key_starts``.
+        """
+    @property
+    def cu_intervals(self) -> NDArray[np.int32]:
+        """int32[s + 1]: index of each segment's first interval of keys, and at the end the number of intervals ``k``."""
+    @property
+    def key_starts(self) -> NDArray[np.int32]:
+        """int32[k]: packed index of the first key of each interval."""
+    @property
+    def key_ends(self) -> NDArray[np.int32]:
+        """int32[k]: packed index after the last key of each interval."""
     @property
     def documents(self) -> NDArray[np.int32]:
-        """int32[s]: index of each segment's document in the micro-batch."""
+        """int32[s]: index of each segment's document in the micro-batch; in a forest, of its node."""
     @property
     def pairs(self) -> int:
         """Exact (query, key) pairs of the rank."""
@@ -1794,6 +1585,9 @@ class RankShard:
 @final
 class Shard:
     """A micro-batch cut for the ranks of a context-parallel group.
+
+    In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the
+    packed sequence is its packed index.
 
     Every array is a fresh copy that the caller may keep or change.
 
@@ -1820,11 +1614,14 @@ class Shard:
     def causal(self) -> bool:
         """Whether queries attend only to keys before them."""
     @property
+    def forest(self) -> PrefixForest | None:
+        """The forest, with its nodes in memory order; None if documents were cut."""
+    @property
     def num_tokens(self) -> int:
-        """Tokens of the micro-batch."""
+        """Tokens of the micro-batch; of a forest each shared token once."""
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """int32[n]: tokens of each document."""
+        """int32[n]: tokens of each document; of a forest, of each node."""
     @property
     def tokens_per_rank(self) -> NDArray[np.int64]:
         """int64[cp_size]: tokens of each rank."""
@@ -1847,12 +1644,18 @@ class Shard:
         """int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
         keys for some of its documents, and the documents for which it has all keys are at least an eighth of its
         tokens: these attend while keys arrive. Counted without a window; O(segments).
+
+        Raises:
+            WlbError: the shard is of a forest.
         """
     @property
     def keys_picked(self) -> NDArray[np.int64]:
         """int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
         for every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
         window; O(segments).
+
+        Raises:
+            WlbError: the shard is of a forest.
         """
     @property
     def restore_indices(self) -> NDArray[np.int32]:
@@ -1883,8 +1686,8 @@ class Shard:
         """Figures of the shard, for a log or a notebook.
 
         Returns:
-            dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
-                keys_moved (of the rank with the most).
+            dict: strategy, cp_size, documents (of a forest: nodes), tokens, imbalance (pairs of the rank with the most
+                over the mean), keys_moved (of the rank with the most).
 
         Complexity:
             O(documents * cp_size).
@@ -1921,7 +1724,7 @@ class Shard:
     def __reduce__(self) -> tuple[Any, ...]: ...
 
 def shard(
-    lengths: ArrayLike,
+    lengths: ArrayLike | MicroBatch | PrefixForest,
     *,
     cp_size: int,
     strategy: Strategy = "auto",
@@ -1937,7 +1740,9 @@ def shard(
     at most one token.
 
     Args:
-        lengths: int[n], tokens of the documents, in packed order.
+        lengths: int[n], tokens of the documents, in packed order; or a ``MicroBatch`` of a plan; or a ``PrefixForest``,
+            with all its samples. The nodes of a forest lie depth-first, the longest of siblings first, and are cut as
+            documents are.
         cp_size: number of ranks of the group.
         strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
             times the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
@@ -1960,6 +1765,10 @@ def shard(
             what computation hides; at most 1e-3. The slowest rank is then the one with the longest attention and
             fetching together. 0: free. Give it only if ranks fetch just the keys that they need, as with
             ``wlb.torch``'s transport "fetch"; other transports send more.
+
+    A forest takes ``strategy="auto"`` and ``max_imbalance`` only. Several least lengths of cut nodes are tried; shorter
+    nodes stay whole on one rank.
+
     Returns:
         Shard. The same input gives the same shards on every rank.
 
@@ -1976,6 +1785,9 @@ def shard(
         array([23, 23])
         >>> s.rank(0).token_indices
         array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+        >>> s = wlb.shard(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
+        >>> s.tokens_per_rank, s.pairs_per_rank
+        (array([8, 8]), array([60, 60]))
     """
 
 @final
@@ -2273,7 +2085,7 @@ _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
 def keys_plan(
-    shard: Shard | ForestShard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
+    shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[
     _Indices,
     list[_Call],
@@ -2286,7 +2098,7 @@ def keys_plan(
     _Sum,
 ]: ...
 def ring_plan(
-    shard: Shard | ForestShard, rank: int, degree: int, *, window: int | None, biased: bool, buckets: bool = False
+    shard: Shard, rank: int, degree: int, *, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[_Indices, list[list[_Call]], list[int], list[int], tuple[list[int], int, NDArray[np.int32]] | None]: ...
 def moves_plan(
     before: Shard, after: Shard, rank: int

@@ -176,6 +176,7 @@ def _packing_figures(packing: Any) -> dict[str, Any]:
         "micro_batches": len(packing),
         "documents": int(sum(len(each.document_ids) for each in packing)),
         "tokens": int(tokens.sum()),
+        **({} if packing.forest is None else {"raw_tokens": packing.raw_tokens}),
         "leftover": len(packing.leftover),
         "imbalance": float(packing.imbalance),
         "largest_micro_batch": int(tokens.max(initial=0)),
@@ -203,7 +204,7 @@ def _shard_figures(shard: Any) -> dict[str, Any]:
     return {
         "strategy": shard.strategy,
         "cp_size": shard.cp_size,
-        "documents": len(shard.lengths),
+        "documents" if shard.forest is None else "nodes": len(shard.lengths),
         "tokens": shard.num_tokens,
         "imbalance": float(pairs.max() / pairs.mean()) if pairs.any() else 1.0,
         "keys_moved": int(shard.keys_moved.max(initial=0)),

@@ -3,6 +3,7 @@
 That every shared token is there once, and plans are near the best: `rust/wlb-core/tests/forest.rs`.
 """
 
+import json
 import pickle
 from typing import Any
 
@@ -157,21 +158,29 @@ def test_prompts_that_differ_inside_a_group_are_named() -> None:
 @pytest.mark.parametrize("sync", ["step", "micro_batch"])
 def test_the_faces_of_a_plan_agree(sync: Any) -> None:
     forest = rollouts(12, 8)
-    plan = wlb.pack_forest(
+    plan = wlb.pack(
         forest, num_micro_batches=None, max_tokens=32768, cost_model=COST, dp_size=4, sync=sync, multiple_of_tokens=128
     )
     assert pickle.loads(pickle.dumps(plan)) == plan
     assert len(plan) == plan.num_micro_batches == len(plan.micro_batches) == len(list(plan))
     assert plan.forest == forest
-    assert plan.raw_tokens == forest.raw_tokens > plan.unique_tokens >= forest.unique_tokens
-    assert sorted(np.concatenate([batch.sample_ids for batch in plan])) == list(range(forest.num_samples))
-    for batch, cost in zip(plan, plan.costs, strict=True):
+    assert plan.raw_tokens == forest.raw_tokens > plan.num_tokens >= forest.unique_tokens
+    assert sorted(np.concatenate([batch.document_ids for batch in plan])) == list(range(forest.num_samples))
+    assert sorted(np.unique(plan.assignment)) == list(range(len(plan)))
+    assert plan.tokens.tolist() == [batch.tokens for batch in plan]
+    assert (plan.padded_tokens % 128 == 0).all()
+    assert ((plan.tokens <= plan.padded_tokens) & (plan.padded_tokens <= plan.max_tokens)).all()
+    assert plan.summary()["raw_tokens"] == plan.raw_tokens
+    for number, (batch, cost) in enumerate(zip(plan, plan.costs, strict=True)):
         own = batch.forest
-        assert own.num_samples == len(batch) == len(batch.sample_ids)
-        assert own.unique_tokens == batch.unique_tokens == forest.lengths[batch.nodes].sum() <= plan.max_tokens
-        assert own.raw_tokens == batch.raw_tokens == forest.sample_lengths[batch.sample_ids].sum()
-        assert batch.unique_tokens <= batch.padded_tokens <= plan.max_tokens
-        assert batch.padded_tokens % 128 == 0
+        assert own.num_samples == len(batch) == len(batch.document_ids)
+        assert own.unique_tokens == batch.tokens == forest.lengths[batch.nodes].sum() <= plan.max_tokens
+        assert own.raw_tokens == batch.raw_tokens == forest.sample_lengths[batch.document_ids].sum()
+        np.testing.assert_array_equal(batch.lengths, forest.sample_lengths[batch.document_ids])
+        assert not batch.starts.any()
+        assert (plan.assignment[batch.document_ids] == number).all()
+        with pytest.raises(wlb.WlbError, match="share tokens"):
+            _ = batch.cu_seqlens
         assert batch.cost == cost
         assert pickle.loads(pickle.dumps(batch)) == batch
         # A node continues its parent in memory, or begins behind it.
@@ -181,7 +190,8 @@ def test_the_faces_of_a_plan_agree(sync: Any) -> None:
     of_ranks = plan.costs[dealt]
     step = of_ranks.sum(1).max() if sync == "step" else of_ranks.max(0).sum()
     assert plan.step_cost == pytest.approx(step, rel=1e-12)
-    assert plan.imbalance == pytest.approx(step / (plan.costs.sum() / 4), rel=1e-12)
+    assert plan.rank_imbalance == pytest.approx(step / (plan.costs.sum() / 4), rel=1e-12)
+    assert plan.imbalance == pytest.approx(plan.costs.max() / plan.costs.mean(), rel=1e-12)
     assert plan.lower_bound <= plan.step_cost
     assert (plan.dp_size, plan.sync) == (4, sync)
     with pytest.raises(wlb.WlbError, match="another number of ranks"):
@@ -191,19 +201,19 @@ def test_the_faces_of_a_plan_agree(sync: Any) -> None:
 @pytest.mark.parametrize("thing", ["forest", "plan", "micro-batch"])
 def test_representations_are_short(thing: str) -> None:
     forest = rollouts(64, 16)
-    plan = wlb.pack_forest(forest, num_micro_batches=None, max_tokens=65536, cost_model=COST)
+    plan = wlb.pack(forest, num_micro_batches=None, max_tokens=65536, cost_model=COST)
     shown = repr({"forest": forest, "plan": plan, "micro-batch": plan[0]}[thing])
     assert len(shown) <= 400
-    assert "unique_tokens=" in shown
+    assert "raw_tokens=" in shown
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rollouts_are_level_and_hardly_anything_is_computed_twice(seed: int) -> None:
     """The inputs on which TRL 1.16 computes 2 % more than the least, and steps take 1.28 of the mean."""
     forest = rollouts(64, 8, seed)
-    plan = wlb.pack_forest(forest, num_micro_batches=None, max_tokens=32768, cost_model=COST, dp_size=8)
+    plan = wlb.pack(forest, num_micro_batches=None, max_tokens=32768, cost_model=COST, dp_size=8)
     assert plan.step_cost <= 1.02 * plan.lower_bound
-    assert plan.unique_tokens <= 1.02 * least_tokens(forest, 32768)
+    assert plan.num_tokens <= 1.02 * least_tokens(forest, 32768)
 
 
 def least_tokens(forest: wlb.PrefixForest, max_tokens: int) -> int:
@@ -227,7 +237,7 @@ def test_where_nothing_is_shared_the_plan_is_that_of_documents() -> None:
         {"max_documents": 9},
         {},
     ):
-        plan = wlb.pack_forest(forest, num_micro_batches=None, **options, **more)
+        plan = wlb.pack(forest, num_micro_batches=None, **options, **more)
         packing = wlb.pack(lengths, num_micro_batches=None, **options, **more)
         assert plan.digest() == packing.digest()
         np.testing.assert_array_equal(plan.costs, packing.costs)
@@ -244,11 +254,108 @@ def test_where_nothing_is_shared_the_plan_is_that_of_documents() -> None:
         ({"equal_documents": True}, "equal_documents", "dp_size"),
         ({"num_micro_batches": 3, "dp_size": 2}, "dp_size", "divide"),
         ({"num_micro_batches": 1}, "num_micro_batches", "fits all samples"),
+        ({"cost_model": None}, "cost_model", "is missing"),
+        ({"costs": [1.0] * 96}, "costs", "cost_model"),
+        ({"limits": [1.0]}, "limits", "forest"),
+        ({"method": "refined"}, "method", "leave it out"),
+        ({"global_batches": 2}, "global_batches", "one global batch"),
+        ({"multiple_of": 2}, "multiple_of", "dp_size"),
+        ({"together": "micro_batch", "groups": [0] * 96}, "together", "on one rank"),
+        ({"token_buckets": [40000]}, "token_buckets", "multiple_of_tokens"),
+        ({"leftover": "return"}, "leftover", "are placed"),
         ({"equal_documents": True, "dp_size": 2, "groups": [0] * 95 + [1]}, "equal_documents", "groups"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(change: dict[str, Any], argument: str, message: str) -> None:
     options: dict[str, Any] = {"num_micro_batches": None, "max_tokens": 40000, "cost_model": COST}
     with pytest.raises(wlb.WlbError, match=message) as caught:
-        wlb.pack_forest(rollouts(12, 8), **{**options, **change})
+        wlb.pack(rollouts(12, 8), **{**options, **change})
     assert caught.value.argument == argument
+
+
+def test_fewest_micro_batches_are_as_few_as_hold_the_samples() -> None:
+    forest = rollouts(12, 8)
+    options: dict[str, Any] = {"max_tokens": 40000, "cost_model": COST, "dp_size": 4}
+    fewest = wlb.pack(forest, num_micro_batches="fewest", **options)
+    assert len(fewest) <= len(wlb.pack(forest, num_micro_batches=None, **options))
+    with pytest.raises(wlb.WlbError, match="fits all samples"):
+        wlb.pack(forest, num_micro_batches=len(fewest) - 4, **options)
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_the_step_of_documents_is_bounded_as_ranks_wait(sync: Any) -> None:
+    lengths = rollouts(64, 1).sample_lengths
+    plan = wlb.pack(lengths, num_micro_batches=16, max_tokens=40000, cost_model=COST, dp_size=4, sync=sync)
+    of_ranks = plan.costs[plan.deal(4)]
+    step = of_ranks.sum(1).max() if sync == "step" else of_ranks.max(0).sum()
+    assert plan.step_cost == pytest.approx(step, rel=1e-12)
+    assert plan.costs.sum() / 4 * (1 - 1e-12) <= plan.lower_bound <= plan.step_cost
+    assert pickle.loads(pickle.dumps(plan)).lower_bound == plan.lower_bound
+
+
+@pytest.mark.parametrize("cp_size", [1, 3])
+def test_a_micro_batch_is_sharded_as_what_it_holds(cp_size: int) -> None:
+    forest = rollouts(12, 8)
+    plan = wlb.pack(forest, num_micro_batches=None, max_tokens=32768, cost_model=COST)
+    shard = wlb.shard(plan[0], cp_size=cp_size)
+    assert shard == wlb.shard(plan[0].forest, cp_size=cp_size) == pickle.loads(pickle.dumps(shard))
+    assert (shard.forest, shard.causal, shard.strategy) == (plan[0].forest, True, "auto")
+    assert shard.lengths.tolist() == plan[0].forest.lengths.tolist()
+    for rank in range(cp_size):
+        held = shard.rank(rank)
+        assert held.forest == shard.forest
+        keys = np.add.reduceat(np.append(held.key_ends - held.key_starts, 0), held.cu_intervals[:-1])
+        np.testing.assert_array_equal(np.diff(held.cu_seqlens_k), keys)
+        with pytest.raises(wlb.WlbError, match="shard of a forest"):
+            _ = held.k_starts
+    packing = wlb.pack(forest.sample_lengths, num_micro_batches=None, max_tokens=32768, cost_model=COST)
+    of_documents = wlb.shard(packing[0], cp_size=cp_size)
+    assert of_documents == wlb.shard(packing[0].lengths, cp_size=cp_size)
+    assert of_documents.forest is packing.forest is packing[0].forest is packing[0].nodes is packing.raw_tokens is None
+    held = of_documents.rank(0)
+    np.testing.assert_array_equal(held.key_starts, held.k_starts)
+    np.testing.assert_array_equal(held.key_ends - held.key_starts, np.diff(held.cu_seqlens_k))
+    assert held.cu_intervals.tolist() == list(range(held.num_segments + 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"strategy": "per_document"}, "strategy"),
+        ({"causal": False}, "causal"),
+        ({"strategy": "auto", "hybrid_threshold": 8}, "hybrid_threshold"),
+        ({"kernel_model": wlb.KernelModel.analytic("h100", num_heads=8, head_dim=64)}, "kernel_model"),
+        ({"cp_seconds_per_key": 1e-9}, "cp_seconds_per_key"),
+        ({"max_imbalance": 0.5}, "max_imbalance"),
+        ({"cp_size": 0}, "cp_size"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(change: dict[str, Any], argument: str) -> None:
+    with pytest.raises(wlb.WlbError) as caught:
+        wlb.shard(rollouts(2, 2), **{"cp_size": 2, **change})
+    assert caught.value.argument == argument
+
+
+def test_figures_of_documents_are_refused_for_a_forest() -> None:
+    shard = wlb.shard(rollouts(2, 2), cp_size=2)
+    assert shard.summary()["nodes"] == shard.lengths.size
+    for name in ("tokens_split", "keys_picked"):
+        with pytest.raises(wlb.WlbError, match="documents"):
+            getattr(shard, name)
+
+
+@pytest.mark.parametrize("change", ["sample twice", "tokens", "length"])
+def test_a_changed_pickle_of_a_plan_is_refused(change: str) -> None:
+    """A plan that went through a file holds each sample once, with the tokens of its nodes."""
+    plan = wlb.pack(rollouts(3, 2), num_micro_batches=2, max_tokens=60000, cost_model=COST)
+    make, (text,) = plan.__reduce__()
+    written = json.loads(text)
+    assert make(json.dumps(written)) == plan
+    if change == "sample twice":
+        written["pieces"][0] = written["pieces"][1]
+    elif change == "tokens":
+        written["tokens"][0] -= 1
+    else:
+        written["pieces"][0][2] -= 1
+    with pytest.raises(wlb.WlbError):
+        make(json.dumps(written))

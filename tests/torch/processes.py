@@ -97,6 +97,8 @@ def _main(
     # A schedule that fails logs all of its actions, on every rank: pages under which the failure itself is not found.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), **ENVIRONMENT}
+    if "accelerate" in sys.modules:  # a forked process has its parent's
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
     try:
         dist.init_process_group(
             "gloo",

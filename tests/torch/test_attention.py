@@ -215,12 +215,12 @@ def test_as_many_heads_of_a_forest_come_together_as_memory_has_room_for() -> Non
     """Each long completion has a copy of its prompt's keys; alone on a rank, documents need none."""
     forest = wlb.PrefixForest.from_prompts([1 << 13], 16, [1 << 12] * 16)
     for size in (1, 2, 4):
-        shard = wlb.shard_forest(forest, cp_size=size)
+        shard = wlb.shard(forest, cp_size=size)
         plans = [keys_plan(shard, rank) for rank in range(size)]
         copied = max(sum(call.num_keys for call in (*plan.local, *plan.remote)) for plan in plans)
         assert len({plan.gathered for plan in plans}) == 1
         assert (16 << 13) / size <= copied <= plans[0].gathered <= forest.raw_tokens
-    assert keys.head_parts(keys_plan(wlb.shard_forest(forest, cp_size=1), 0), 8, 2 * 128 * 2) == 4
+    assert keys.head_parts(keys_plan(wlb.shard(forest, cp_size=1), 0), 8, 2 * 128 * 2) == 4
     assert keys.head_parts(keys_plan(wlb.shard([1 << 17], cp_size=1), 0), 8, 2 * 128 * 2) == 1
 
 

@@ -48,11 +48,11 @@ class Case:
         return replace(self, transport="", prepared=False)
 
 
-def shard_of(case: Case, size: int) -> wlb.Shard | wlb.ForestShard:
+def shard_of(case: Case, size: int) -> wlb.Shard:
     if case.trunk:
-        return wlb.shard_forest(wlb.PrefixForest.from_prompts([150, 70], 3, [2, 1, 4, 2, 1, 1]), cp_size=size)
+        return wlb.shard(wlb.PrefixForest.from_prompts([150, 70], 3, [2, 1, 4, 2, 1, 1]), cp_size=size)
     if case.forest:
-        return wlb.shard_forest(wlb.PrefixForest.from_prompts([30, 7], 3, [20, 1, 9, 2, 13, 5]), cp_size=size)
+        return wlb.shard(wlb.PrefixForest.from_prompts([30, 7], 3, [20, 1, 9, 2, 13, 5]), cp_size=size)
     return wlb.shard(LENGTHS, cp_size=size, causal=case.causal, strategy="per_document")
 
 
@@ -61,7 +61,8 @@ def mask(case: Case) -> tuple[Tensor, Tensor]:
     shard = shard_of(case, 1)
     seen = torch.zeros(shard.num_tokens, shard.num_tokens, dtype=torch.bool)
     position = torch.zeros(shard.num_tokens, dtype=torch.int64)
-    if isinstance(shard, wlb.Shard):
+    forest = shard.forest
+    if forest is None:
         begin = 0
         for length in LENGTHS:
             rows = slice(begin, begin + length)
@@ -69,7 +70,6 @@ def mask(case: Case) -> tuple[Tensor, Tensor]:
             position[rows] = torch.arange(length)
             begin += length
     else:
-        forest = shard.forest
         begins = np.cumsum([0, *forest.lengths]).tolist()
         paths: list[list[int]] = []
         for node, parent in enumerate(forest.parents.tolist()):

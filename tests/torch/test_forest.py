@@ -153,9 +153,7 @@ def as_a_forest(
     model = Model(case)
     offsets = np.cumsum([0, *map(len, case.samples)])
     forest = wlb.PrefixForest.from_tokens([token for sample in case.samples for token in sample], offsets)
-    batch = wt.collate_forest(
-        documents(case), forest, cp_rank=rank, cp_size=size, multiple_of_tokens=multiple_of_tokens
-    )
+    batch = wt.collate(documents(case), forest, cp_rank=rank, cp_size=size, multiple_of_tokens=multiple_of_tokens)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return wt.context_parallel_attention(q, k, v, batch.shard, group=group, window=case.window, **transport)
@@ -204,7 +202,7 @@ def test_a_loss_of_routers_counts_shared_tokens_as_often_as_one_says(once: bool,
         return loss.item(), gradient
 
     forest = wlb.PrefixForest.from_tokens(sum(GROUPS, ()), np.cumsum([0, *map(len, GROUPS)]))
-    batch = wt.collate_forest(GROUPS, forest, multiple_of_tokens=multiple_of_tokens)
+    batch = wt.collate(GROUPS, forest, multiple_of_tokens=multiple_of_tokens)
     weights = (batch.sample_counts > 0).long() if once else batch.sample_counts
     found = balance(batch.tokens, batch.position_ids, weights)
 
@@ -217,8 +215,7 @@ def test_a_loss_of_routers_counts_shared_tokens_as_often_as_one_says(once: bool,
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-10, atol=1e-13)
     parts = [
-        wt.collate_forest(GROUPS, forest, cp_rank=rank, cp_size=2, multiple_of_tokens=multiple_of_tokens)
-        for rank in range(2)
+        wt.collate(GROUPS, forest, cp_rank=rank, cp_size=2, multiple_of_tokens=multiple_of_tokens) for rank in range(2)
     ]
     assert sum(int(part.sample_counts.sum()) for part in parts) == forest.raw_tokens
 
@@ -247,9 +244,7 @@ def test_keys_of_a_long_prompt_are_not_copied_for_short_completions(size: int) -
     samples = CASES["long prompts"].samples
     forest = wlb.PrefixForest.from_tokens(np.concatenate(samples), np.cumsum([0, *map(len, samples)]))
     for rank in range(size):
-        plan = keys_plan(
-            wlb.shard_forest(forest, cp_size=size), rank, fetch=False, window=None, biased=False, device=CPU
-        )
+        plan = keys_plan(wlb.shard(forest, cp_size=size), rank, fetch=False, window=None, biased=False, device=CPU)
         calls = (*plan.local, *plan.remote)
         assert not plan.once
         assert sum(call.num_keys for call in calls) <= plan.gathered < forest.raw_tokens / 3
@@ -275,7 +270,7 @@ def test_on_a_context_parallel_group_they_are_the_same_on_every_transport(size: 
 def test_kernels_of_lower_precision_see_the_same_keys(name: str) -> None:
     case = CASES[name]
     forest = wlb.PrefixForest.from_tokens(np.concatenate(case.samples), np.cumsum([0, *map(len, case.samples)]))
-    shard = wlb.shard_forest(forest, cp_size=1)
+    shard = wlb.shard(forest, cp_size=1)
     torch.manual_seed(1)
     q = torch.randn(forest.unique_tokens, case.heads[0], 32, dtype=torch.float64)
     k, v = torch.randn(2, forest.unique_tokens, case.heads[1], 32, dtype=torch.float64)
@@ -293,49 +288,61 @@ def test_a_plan_of_groups_trains_like_its_samples() -> None:
     lengths = np.cumsum([0, *map(len, case.samples)])
     forest = wlb.PrefixForest.from_tokens([token for sample in case.samples for token in sample], lengths)
     cost = wlb.CostModel(attention=1.0, linear=10.0)
-    plan = wlb.pack_forest(forest, num_micro_batches=4, max_tokens=20, cost_model=cost, dp_size=2)
+    plan = wlb.pack(forest, num_micro_batches=4, max_tokens=20, cost_model=cost, dp_size=2)
     named = documents(case)
-    batches = [wt.collate_forest([named[i] for i in batch.sample_ids], batch) for batch in plan]
+    batches = [wt.collate([named[i] for i in batch.document_ids], batch) for batch in plan]
     assert sum(batch.num_valid_tokens for batch in batches) == one_by_one(case)[2]
-    assert sum(batch.tokens.numel() for batch in batches) == plan.unique_tokens < plan.raw_tokens
+    assert sum(batch.tokens.numel() for batch in batches) == plan.num_tokens < (plan.raw_tokens or 0)
     for batch, planned in zip(batches, plan, strict=True):
-        assert batch.sample_ids.tolist() == planned.sample_ids.tolist()
+        assert batch.document_ids.tolist() == planned.document_ids.tolist()
 
 
 @pytest.mark.parametrize(
     ("change", "argument", "message"),
     [
-        ({"samples": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
-        ({"samples": [(1, 2, 3)]}, "samples", "has 2"),
-        ({"samples": [(1, 2), (1, 2, 3)]}, "samples", r"\[0\] has 2 tokens, and sample 0 .* has 3: .* another order"),
+        ({"documents": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
+        ({"documents": [(1, 2, 3)]}, "documents", "has 2"),
         (
-            {"samples": [(1, 2, 3), (1, 2, 3)]},
-            "samples",
+            {"documents": [(1, 2), (1, 2, 3)]},
+            "documents",
+            r"\[0\] has 2 tokens, and sample 0 .* has 3: .* another order",
+        ),
+        (
+            {"documents": [(1, 2, 3), (1, 2, 3)]},
+            "documents",
             r"\[1\] has 3 tokens, and .* has 2: .* other samples",
         ),
         (
-            {"samples": [(1, 2, 3), {"input_ids": (1, 2), "reward": 1}]},
-            "samples",
+            {"documents": [(1, 2, 3), {"input_ids": (1, 2), "reward": 1}]},
+            "documents",
             r"\[1\] has the column 'reward': nodes",
         ),
-        ({"samples": [(1, 2, 3), None]}, "samples", r"\[1\] is nothing \(null\)"),
-        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, start=4)]}, "samples", "piece"),
-        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, labels=(1, 7))]}, "samples", "label 7"),
-        ({"samples": [(1, 2, 3), wt.Document((1, 2), 0, columns={"source": np.zeros(2)})]}, "samples", "source"),
+        ({"documents": [(1, 2, 3), None]}, "documents", r"\[1\] is nothing \(null\)"),
+        ({"documents": [(1, 2, 3), wt.Document((1, 2), 0, start=4)]}, "documents", "piece"),
+        ({"documents": [(1, 2, 3), wt.Document((1, 2), 0, labels=(1, 7))]}, "documents", "label 7"),
+        ({"documents": [(1, 2, 3), wt.Document((1, 2), 0, columns={"source": np.zeros(2)})]}, "documents", "source"),
         ({"micro_batch": [0, 1]}, "micro_batch", "list"),
         ({"cp_rank": 1}, "cp_rank", "0 to 0"),
+        ({"strategy": "per_document"}, "strategy", "is for documents"),
+        ({"causal": False}, "causal", "is for documents"),
+        ({"document_ids": [0, 1]}, "document_ids", "is for documents"),
+        ({"token_buckets": [8]}, "token_buckets", "is for documents"),
+        ({"max_documents": 2}, "max_documents", "is for documents"),
+        ({"columns": ["x"]}, "columns", "is for documents"),
+        ({"labels_ahead": 2}, "labels_ahead", "is for documents"),
+        ({"max_imbalance": 1.1}, "max_imbalance", "is for documents"),
     ],
 )
 def test_what_is_no_forest_is_refused(change: dict[str, Any], argument: str, message: str) -> None:
     forest = wlb.PrefixForest.from_prompts([2], 2, [1, 0])
-    arguments: dict[str, Any] = {"samples": [(1, 2, 3), (1, 2)], "micro_batch": forest, **change}
+    arguments: dict[str, Any] = {"documents": [(1, 2, 3), (1, 2)], "micro_batch": forest, **change}
     with pytest.raises(wlb.WlbError, match=message) as caught:
-        wt.collate_forest(**arguments)
+        wt.collate(**arguments)
     assert caught.value.argument == argument
 
 
 def test_what_cannot_run_a_forest_says_so() -> None:
-    batch = wt.collate_forest([(1, 2, 3), (1, 2)], wlb.PrefixForest.from_prompts([2], 2, [1, 0]))
+    batch = wt.collate([(1, 2, 3), (1, 2)], wlb.PrefixForest.from_prompts([2], 2, [1, 0]))
     with pytest.raises(wlb.WlbError, match="know no shared prefix"):
         batch.as_hf()
     with pytest.raises(wlb.WlbError, match="edge"):
@@ -344,7 +351,7 @@ def test_what_cannot_run_a_forest_says_so() -> None:
 
 def test_a_node_that_continues_its_parent_is_one_run() -> None:
     """The prompt and its longest completion are a causal span; of the others the prompt's keys are picked again."""
-    shard = wlb.shard_forest(wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10]), cp_size=1)
+    shard = wlb.shard(wlb.PrefixForest.from_prompts([100], 3, [30, 20, 10]), cp_size=1)
     plan = functools.partial(keys_plan, shard, 0, fetch=False, biased=False, device=torch.device("cpu"))
     (call,) = plan(window=None).local
     assert call.spans.tolist() == [[0, 130, 0, 130], [130, 150, 130, 250], [150, 160, 250, 360]]

@@ -44,9 +44,9 @@ def step_of(rank: int, size: int, cp_size: int = 1, samples: Any = None) -> wt.S
     lengths = np.cumsum([0, *map(len, CASE.samples)])
     forest = wlb.PrefixForest.from_tokens(np.concatenate(CASE.samples), lengths)
     dp_size = size // cp_size
-    plan = wlb.pack_forest(forest, num_micro_batches=4, max_tokens=60, cost_model=COST, dp_size=dp_size)
+    plan = wlb.pack(forest, num_micro_batches=4, max_tokens=60, cost_model=COST, dp_size=dp_size)
     named = documents(CASE) if samples is None else samples
-    return wt.forest_step(named, plan, dp_rank=rank // cp_size, cp_rank=rank % cp_size, cp_size=cp_size)
+    return wt.Step.of(plan, named, dp_rank=rank // cp_size, cp_rank=rank % cp_size, cp_size=cp_size)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -118,7 +118,7 @@ def _other_cut(rank: int) -> str:
     step = step_of(rank, 2, cp_size=2)
     if rank:
         batch = step.micro_batches[0]
-        other = wlb.shard_forest(wlb.PrefixForest.from_prompts([batch.shard.num_tokens], 1, [0]), cp_size=2)
+        other = wlb.shard(wlb.PrefixForest.from_prompts([batch.shard.num_tokens], 1, [0]), cp_size=2)
         object.__setattr__(batch, "shard", other)
     try:
         wt.check_agreement(step)
@@ -135,9 +135,9 @@ def test_ranks_that_cut_a_forest_otherwise_are_told() -> None:
 
 def test_padding_of_a_forest_is_told_and_sharing_counts_as_utilization() -> None:
     forest = wlb.PrefixForest.from_tokens([5, 6, 7, 1, 5, 6, 7, 3], [0, 4, 8])
-    batch = wt.collate_forest([[5, 6, 7, 1], [5, 6, 7, 3]], forest, multiple_of_tokens=8)
+    batch = wt.collate([[5, 6, 7, 1], [5, 6, 7, 3]], forest, multiple_of_tokens=8)
     assert (batch.num_padding, batch.real.tolist()) == (3, [True] * 5 + [False] * 3)
-    assert wt.collate_forest([[5, 6, 7, 1], [5, 6, 7, 3]], forest).num_padding == 0
+    assert wt.collate([[5, 6, 7, 1], [5, 6, 7, 3]], forest).num_padding == 0
     shape: dict[str, Any] = {"hidden_size": 8, "ffn_hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 11}
     assert wt.model_flops(batch, **shape) == wt.model_flops([4, 4], **shape)
     with wt.real_tokens(nn.Linear(2, 2), batch):
@@ -177,7 +177,7 @@ class Faulty(Trained):
         if isinstance(batch, PackedBatch):
             return super().forward(batch)
         tokens, positions, shard = batch.tokens.numel(), batch.position_ids, batch.shard
-        seen: wlb.Shard | wlb.ForestShard = shard
+        seen: wlb.Shard = shard
         if self.fault == "positions":
             positions = torch.arange(tokens)
         elif self.fault == "siblings":
@@ -371,7 +371,7 @@ def _stage(module: nn.Module) -> wt.VarlenPipelineStage:
 
 
 def test_the_loss_of_logits_and_a_forest_is_that_of_its_samples() -> None:
-    (batch,) = wt.forest_step([(1, 2, 3), (1, 2, 4), (1, 2)], _plan([(1, 2, 3), (1, 2, 4), (1, 2)])).micro_batches
+    (batch,) = wt.Step.of(_plan([(1, 2, 3), (1, 2, 4), (1, 2)]), [(1, 2, 3), (1, 2, 4), (1, 2)]).micro_batches
     logits = torch.randn(batch.tokens.numel(), VOCABULARY, dtype=torch.float64)
     loss = wt.token_normalized_loss(logits, batch, num_valid_tokens=batch.num_valid_tokens)
     of_samples = batch.to_samples(-logits.log_softmax(-1)[batch.edge_rows, batch.edge_targets])
@@ -383,15 +383,15 @@ def test_the_loss_of_logits_and_a_forest_is_that_of_its_samples() -> None:
         wt.token_normalized_loss(logits[1:], batch, num_valid_tokens=1)
 
 
-def _plan(samples: list[tuple[int, ...]]) -> wlb.ForestPlan:
+def _plan(samples: list[tuple[int, ...]]) -> wlb.Packing:
     forest = wlb.PrefixForest.from_tokens(np.concatenate(samples), np.cumsum([0, *map(len, samples)]))
-    return wlb.pack_forest(forest, num_micro_batches=1, max_tokens=100, cost_model=COST)
+    return wlb.pack(forest, num_micro_batches=1, max_tokens=100, cost_model=COST)
 
 
 def test_what_no_sample_learns_is_no_edge() -> None:
     """Prompts are seldom learnt: their rows need no head."""
     samples = [wt.Document((5, 6, 7, end), 0, labels=(-100, -100, -100, end)) for end in (1, 2)]
-    batch = wt.collate_forest(samples, wlb.PrefixForest.from_prompts([3], 2, [1, 1]))
+    batch = wt.collate(samples, wlb.PrefixForest.from_prompts([3], 2, [1, 1]))
     assert batch.edge_rows.tolist() == [2, 2]
     assert batch.edge_targets.tolist() == [1, 2]
     assert batch.edge_weights.tolist() == [1, 1]
@@ -436,7 +436,7 @@ class HuggingFace(nn.Linear):
     ],
 )
 def test_models_that_cannot_run_a_forest_are_refused(model: nn.Module, message: str) -> None:
-    step = wt.forest_step([(1, 2, 3), (1, 2)], _plan([(1, 2, 3), (1, 2)]))
+    step = wt.Step.of(_plan([(1, 2, 3), (1, 2)]), [(1, 2, 3), (1, 2)])
     for call in (wt.train_step, functools.partial(wt.verify, report=None)):
         with pytest.raises(wlb.WlbError, match=message) as caught:
             call(model, step)
@@ -461,7 +461,7 @@ def test_models_that_can_run_a_forest_are_not(model: nn.Module) -> None:
 
 
 def test_models_that_find_documents_by_positions_are_refused() -> None:
-    step = wt.forest_step([(1, 2, 3), (1, 2)], _plan([(1, 2, 3), (1, 2)]))
+    step = wt.Step.of(_plan([(1, 2, 3), (1, 2)]), [(1, 2, 3), (1, 2)])
     with pytest.raises(wlb.WlbError, match="know no shared prefix"):
         wt.train_step(HuggingFace(2, 2), step)
 
@@ -469,37 +469,67 @@ def test_models_that_find_documents_by_positions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "argument", "message"),
     [
-        ({"plan": 3}, "plan", "is a int, not a wlb.ForestPlan"),
-        ({"samples": [(1, 2)]}, "samples", "are 1, but the plan's forest has 2"),
+        ({"plan": 3}, "plan", "is a int, not a wlb.Packing"),
+        ({"documents": [(1, 2)]}, "documents", "are 1, but the plan has 2"),
         ({"dp_rank": 1}, "dp_rank", "at most 0"),
         ({"dp_size": 2}, "dp_size", "dp_size"),
-        ({"samples": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
+        ({"documents": [(1, 2, 3), (1, 9)]}, "tokens", "token 1 of sample 1"),
         (
-            {"samples": [wt.Document((1, 2, 3), 0, columns={"labels_ahead": np.zeros((1, 3))}), (1, 2)]},
-            "samples",
+            {"documents": [wt.Document((1, 2, 3), 0, columns={"labels_ahead": np.zeros((1, 3))}), (1, 2)]},
+            "documents",
             "labels_ahead",
         ),
     ],
 )
 def test_steps_that_do_not_fit_are_refused(change: dict[str, Any], argument: str, message: str) -> None:
     samples = [(1, 2, 3), (1, 2)]
-    arguments: dict[str, Any] = {"samples": samples, "plan": _plan(samples), **change}
+    arguments: dict[str, Any] = {"documents": samples, "plan": _plan(samples), **change}
     with pytest.raises(wlb.WlbError, match=message) as caught:
-        wt.forest_step(arguments.pop("samples"), arguments.pop("plan"), **arguments)
+        wt.Step.of(arguments.pop("plan"), arguments.pop("documents"), **arguments)
     assert caught.value.argument == argument
 
 
+def test_a_plan_of_documents_makes_a_step_as_a_plan_of_a_forest_does() -> None:
+    """Documents whole and in pieces, each on its rank, with the labels of one document at a time."""
+    random = np.random.default_rng(0)
+    documents = [random.integers(1, 9, size).tolist() for size in (9, 4, 7, 3, 5, 2)]
+    lengths = [len(document) for document in documents]
+    for method in ("var_length", "original"):
+        plan = wlb.pack(lengths, num_micro_batches=4, max_tokens=10, cost_model=COST, method=method)
+        steps = [wt.Step.of(plan, documents, number=3, dp_rank=rank, dp_size=2) for rank in range(2)]
+        assert [step.number for step in steps] == [3, 3]
+        assert sorted(np.concatenate([step.indices for step in steps])) == [0, 1, 2, 3]
+        counts = [batch.num_valid_tokens for step in steps for batch in step.micro_batches]
+        assert sum(counts) == sum(lengths) - len(lengths)
+        for step in steps:
+            for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=True):
+                part = plan[index]
+                held = [
+                    token
+                    for document, start, length in zip(part.document_ids, part.starts, part.lengths, strict=True)
+                    for token in documents[document][start : start + length]
+                ]
+                assert batch.tokens.tolist() == held
+                assert batch.document_ids.tolist() == part.document_ids.tolist()
+    with pytest.raises(wlb.WlbError, match="9 tokens where the plan has 8") as caught:
+        wt.Step.of(wlb.pack([8], num_micro_batches=1, max_tokens=9, cost_model=COST), documents[:1])
+    assert (caught.value.argument, caught.value.index) == ("documents", 0)
+    plan = wlb.pack([3, 3], num_micro_batches=1, max_tokens=9, cost_model=COST, method="fixed_length", global_batches=2)
+    with pytest.raises(wlb.WlbError, match="2 global batches"):
+        wt.Step.of(plan, [[1, 2, 3], [1, 2, 3]])
+
+
 def test_layers_between_attention_refuse_forests() -> None:
-    shard: Any = wlb.shard_forest(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
+    shard: Any = wlb.shard(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
     x = torch.zeros(8, 2)
-    with pytest.raises(wlb.WlbError, match="ForestShard"):
+    with pytest.raises(wlb.WlbError, match="forest"):
         wt.recut(x, shard, shard)
-    with pytest.raises(wlb.WlbError, match="ForestShard"):
+    with pytest.raises(wlb.WlbError, match="forest"):
         wt.halo(x, shard, tokens=1)
 
 
 def test_what_knows_no_shared_prefix_refuses_the_shard() -> None:
-    shard: Any = wlb.shard_forest(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
+    shard: Any = wlb.shard(wlb.PrefixForest.from_prompts([4], 2, [2, 2]), cp_size=1)
     from wlb.integrations.torch_cp import ShardLoadBalancer, document_mask
 
     mesh: Any = None
@@ -519,9 +549,9 @@ def test_what_knows_no_shared_prefix_refuses_the_shard() -> None:
 def test_figures_of_a_step_are_those_of_what_it_computes() -> None:
     step = step_of(0, 1)
     (line,) = [wt.StepMetrics().end_step(step)]
-    assert isinstance(step.packing, wlb.ForestPlan)
-    assert line["wlb/tokens"] == step.packing.unique_tokens
-    assert line["wlb/imbalance"] == pytest.approx(step.packing.imbalance)
+    assert isinstance(step.packing, wlb.Packing)
+    assert line["wlb/tokens"] == step.packing.num_tokens
+    assert line["wlb/imbalance"] == pytest.approx(step.packing.rank_imbalance)
     timer = wt.StepTimer("cpu")
     with timer.micro_batch(0):
         pass

@@ -89,10 +89,10 @@ def test_every_rank_of_a_forest_has_a_multiple(
     offsets = np.cumsum([0, *map(len, rows)])
     forest = wlb.PrefixForest.from_tokens(np.concatenate(rows), offsets)
     options: dict[str, Any] = {"multiple_of_tokens": multiple, "cp_size": cp_size}
-    batches = [wt.collate_forest(rows, forest, cp_rank=rank, **options) for rank in range(cp_size)]
+    batches = [wt.collate(rows, forest, cp_rank=rank, **options) for rank in range(cp_size)]
     assert all(batch.tokens.numel() % multiple == 0 for batch in batches)
-    plan = wlb.pack_forest(forest, num_micro_batches=1, max_tokens=5000, cost_model=COST, **options)
-    assert [batch.padded_tokens for batch in plan.micro_batches] == [sum(batch.tokens.numel() for batch in batches)]
+    plan = wlb.pack(forest, num_micro_batches=1, max_tokens=5000, cost_model=COST, **options)
+    assert plan.padded_tokens.tolist() == [sum(batch.tokens.numel() for batch in batches)]
 
 
 MIXED = [30, 1, 1, 17, 5, 1]

@@ -149,7 +149,6 @@ def own_loop() -> None:
 
 
 def accelerated() -> None:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a forked process has its parent's
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(llama())
     wt.verify(model, first_step(), accelerator=accelerator, report=None)

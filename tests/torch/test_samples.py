@@ -103,7 +103,7 @@ def tree(rank: int, size: int) -> Any:
     samples = [np.append(prompt, rng.integers(1, 60, length)) for length in (3, 17, 8)] + [rng.integers(1, 60, 9)]
     offsets = np.cumsum([0, *(sample.size for sample in samples)])
     forest = wlb.PrefixForest.from_tokens(np.concatenate(samples), offsets)
-    return wt.collate_forest(samples, forest, cp_rank=rank, cp_size=size, multiple_of_tokens=8)
+    return wt.collate(samples, forest, cp_rank=rank, cp_size=size, multiple_of_tokens=8)
 
 
 def of_tree(rank: int, size: int) -> Any:

@@ -106,7 +106,6 @@ def train(rank: int, wrapper: str) -> list[tuple[float, np.ndarray]]:
     warnings.simplefilter("ignore")
     accelerator = None
     if wrapper == "accelerate":
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a forked process has its parent's
         accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.num_processes == dist.get_world_size()
         model = accelerator.prepare(Network())

@@ -274,7 +274,6 @@ def evaluated_by_batches() -> None:
 
 def wrapped_twice() -> None:
     """As a trainer that prepares what it is given: every rank gets every other micro-batch of its own."""
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a forked process has its parent's
     accelerator = accelerate.Accelerator(cpu=True)
     inner: Any = loader(dist.get_rank(), dist.get_world_size())._loader
     prepared = accelerator.prepare(inner)

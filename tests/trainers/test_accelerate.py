@@ -52,7 +52,6 @@ def train(rank: int, wrapper: str, folder: Path | None = None, die: bool = False
     accelerator = None
     model: Any = llama()
     if wrapper == "accelerate":
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # a forked process has its parent's
         accelerator = accelerate.Accelerator(cpu=True)
         assert accelerator.num_processes == dist.get_world_size()
         model = accelerator.prepare(model)

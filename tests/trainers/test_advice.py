@@ -1,6 +1,6 @@
 """What `wlb advise` pastes into a trainer makes the plan that it recommends: the lines run in the real trainers.
 
-Those of axolotl, LLaMA-Factory, TRL and torchtitan run in the files of these trainers.
+Lines for axolotl, LLaMA-Factory, TRL and torchtitan run in the test files of these trainers.
 """
 
 from __future__ import annotations
@@ -128,3 +128,5 @@ def test_names_of_trainers(text: str, name: str) -> None:
     assert trainer_named(text) == name
     with pytest.raises(CliError, match="--trainer nemo: must be one of loop, hugging"):
         trainer_named("nemo")
+    with pytest.raises(CliError, match=r"--trainer Grain: it takes a wlb\.Packer of your own .* give --trainer loop"):
+        trainer_named("Grain")

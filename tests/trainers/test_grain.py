@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -493,3 +494,33 @@ def test_the_pages_jax_program_trains_and_packing_changes_no_loss() -> None:
         alone += float(loss(table, document))
     assert float(loss(table, element)) == pytest.approx(alone, rel=1e-5)
     del jax
+
+
+def test_two_jax_processes_train_the_sum_of_their_rows(tmp_path: Path) -> None:
+    """The page's global arrays: loss and gradient are those of both processes' rows, in four micro-batches."""
+    pytest.importorskip("jax")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "tests.trainers.jax_processes"]
+    root = Path(__file__).parents[2]
+    outputs = [
+        tmp_path / str(rank) for rank in range(2)
+    ]  # files: a full pipe would stop a process that others wait for
+    started = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as out:
+            started.append(subprocess.Popen([*command, str(rank), port], cwd=root, stdout=out))
+    try:
+        assert [each.wait(timeout=300) for each in started] == [0, 0]
+    finally:
+        for each in started:
+            each.kill()
+    found = [json.loads(output.read_text().splitlines()[-1]) for output in outputs]
+    assert len(found[0]) == 4
+    for (loss, gradient, mine, own), (other_loss, other_gradient, theirs, other) in zip(*found, strict=True):
+        assert loss == other_loss
+        assert mine != theirs
+        assert loss == pytest.approx(mine + theirs, rel=1e-5)
+        np.testing.assert_array_equal(gradient, other_gradient)
+        np.testing.assert_allclose(gradient, np.add(own, other), rtol=1e-4, atol=1e-4 * np.abs(gradient).max())

@@ -65,6 +65,12 @@ class RoundPlan(Copied):
         return len(self)
 
     @property
+    def groups(self) -> NDArray[np.int64]:
+        """int64[n]: prompt of each sample; without ``groups`` each sample is a prompt of its own."""
+        groups: NDArray[np.int64] = self._groups.copy()
+        return groups
+
+    @property
     def inverse(self) -> NDArray[np.int64]:
         """int64[n]: ``values[inverse]`` has values that came in the order of ``samples`` in the order of the round."""
         inverse = np.empty_like(self.samples)

@@ -102,9 +102,11 @@ def document_mask(
 def _check(shard: wlb.Shard) -> None:
     """Refuses the shard of a forest."""
     if not isinstance(shard, wlb.Shard):
+        raise error("shard", f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
+    if shard.forest is not None:
         message = (
-            f"is a {type(shard).__name__}, not a wlb.Shard: torch's context parallelism is for documents, whose mask "
-            "knows no shared prefix. wt.context_parallel_attention takes forests"
+            "is of a forest: torch's context parallelism is for documents, whose mask knows no shared prefix. "
+            "wt.context_parallel_attention takes forests"
         )
         raise error("shard", message, value=shard)
 

@@ -83,15 +83,13 @@ def planned_rows(rows: list[Any], token_budget: int | None, cost_model: wlb.Cost
     forest = wlb.PrefixForest.from_tokens(np.concatenate(tokens), offsets)
     most = int(offsets[-1]) if token_budget is None else token_budget
     try:
-        plan = wlb.pack_forest(
-            forest, num_micro_batches=len(rows), max_tokens=most, cost_model=cost_model, dp_size=len(rows)
-        )
+        plan = wlb.pack(forest, num_micro_batches=len(rows), max_tokens=most, cost_model=cost_model, dp_size=len(rows))
     except wlb.WlbError:  # they fit only as TRL has placed them
         return rows
     made = []
     for micro_batch in plan:
         row = type(rows[0])()
-        for index in micro_batch.sample_ids.tolist():
+        for index in micro_batch.document_ids.tolist():
             # TRL's trees fork one token earlier than ours, so a few tokens more count.
             if token_budget is not None and not row.fits(samples[index], token_budget):
                 return rows

@@ -15,6 +15,7 @@ from wlb._choices import Passes
 from wlb._core import CostModel, pass_weights
 from wlb._errors import check_bool, check_integer, check_positive, check_share, error
 from wlb._shown import explained
+from wlb._warned import warn
 from wlb.models.attention import Attention, LatentAttention
 from wlb.models.blocks import Mask
 from wlb.models.counted import CountedBlock
@@ -174,7 +175,8 @@ class ModelConfig:
         """
         found = preset_named(name)
         if found is None:
-            raise error("name", f"{name!r}: must be one of {', '.join(PRESETS)}", value=name)
+            hub = "; a model of the hub or a folder is read by ModelConfig.from_hugging_face" if "/" in name else ""
+            raise error("name", f"{name!r}: must be one of {', '.join(PRESETS)}{hub}", value=name)
         return cls(name=found, **PRESETS[found])
 
     @classmethod
@@ -318,7 +320,8 @@ class ModelConfig:
         norms and biases are not. An encoder of images is not counted: its images are not documents.
 
         Args:
-            attention_efficiency: FLOP rate of attention relative to the matrix multiplications'.
+            attention_efficiency: FLOP rate of attention relative to the matrix multiplications'. A percentage, above
+                10, is warned of.
             flops_per_second: rate of the matrix multiplications; 1: the unit is one of their FLOPs, else seconds.
             passes: what is counted.
             recompute: the backward runs the forward again; or the share of the layers of which it does, from 0 to 1.
@@ -328,8 +331,13 @@ class ModelConfig:
             WlbError: for a rate that is not positive; or without `causal`, for layers with windows, chunks or an
                 indexer.
         """
-        for name, value in (("attention_efficiency", attention_efficiency), ("flops_per_second", flops_per_second)):
-            check_positive(name, value)
+        check_positive("attention_efficiency", attention_efficiency)
+        if attention_efficiency > 10:
+            warn(
+                f"attention_efficiency = {attention_efficiency:g} is a ratio of two rates, such as 0.55, not a"
+                " percentage. It is above 10 only where a slow network holds up everything but attention."
+            )
+        check_positive("flops_per_second", flops_per_second)
         if not isinstance(recompute, bool):
             check_share("recompute", recompute)
         once, again = (pass_weights(passes, recompute=each) for each in (False, True))

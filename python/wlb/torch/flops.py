@@ -46,7 +46,7 @@ def model_flops(
         WlbError: as `wlb.CostModel.from_flops`; for arguments that are no shape; for both a model and a shape.
     """
     if isinstance(lengths, ForestBatch):
-        lengths = lengths.shard.forest.sample_lengths[: lengths.sample_ids.numel()]
+        lengths = lengths.forest.sample_lengths[: lengths.document_ids.numel()]
     if model is not None:
         for name, value in shape.items():
             raise error(name, f"= {value!r}: the model says that", value=value)

@@ -72,7 +72,7 @@ class StepMetrics:
             WlbError: it has no plan.
         """
         plan = getattr(step, "plan", None)
-        if not isinstance(plan, wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan):
+        if not isinstance(plan, wlb.Packing | wlb.DynamicCpPlan):
             raise error("step", f"is a {type(step).__name__} without a plan", value=type(step).__name__)
         heaviest, mean, work, tokens = _of_plan(plan)
         self._heaviest, self._mean, self._work = self._heaviest + heaviest, self._mean + mean, self._work + work
@@ -103,7 +103,7 @@ class StepMetrics:
         return line
 
 
-def _of_plan(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
+def _of_plan(plan: wlb.Packing | wlb.DynamicCpPlan) -> tuple[float, float, float, int]:
     """Work of the heaviest and of the mean micro-batch (or rank), total work, and tokens.
 
     If documents bring costs in columns, the heaviest is the sum of each column's heaviest, as in `Packing.imbalance`.
@@ -113,10 +113,7 @@ def _of_plan(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan) -> tuple[fl
         costs = plan.costs
         mean = float(costs.mean())
         heaviest = plan.step_cost if plan.dp_size is None else plan.rank_imbalance * mean
-        return heaviest, mean, float(costs.sum()), int(plan.tokens.sum())
-    if isinstance(plan, wlb.ForestPlan):  # what is shared is computed once
-        mean = float(plan.costs.mean())
-        return plan.imbalance * mean, mean, float(plan.costs.sum()), plan.unique_tokens
+        return heaviest, mean, float(costs.sum()), plan.num_tokens
     seconds = plan.rank_seconds
     tokens = sum(micro_batch.tokens for micro_batch in plan)
     work = seconds.sum(axis=0)
@@ -148,10 +145,8 @@ def writes_to(sink: Any, index: int = 0) -> Write:
     raise error("sinks", message, index=index, value=type(sink).__name__)
 
 
-def _padding(plan: wlb.Packing | wlb.ForestPlan | wlb.DynamicCpPlan, tokens: int) -> int:
+def _padding(plan: wlb.Packing | wlb.DynamicCpPlan, tokens: int) -> int:
     """Tokens that fill its micro-batches up."""
-    if isinstance(plan, wlb.ForestPlan):
-        return sum(part.padded_tokens for part in plan) - tokens
     if isinstance(plan, wlb.Packing):
         return int(plan.padded_tokens.sum()) - tokens
     return plan.padding_tokens

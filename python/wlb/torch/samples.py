@@ -33,7 +33,7 @@ def sample_sums(values: Tensor, batch: PackedBatch | ForestBatch, *, group: dist
             chose them. Not needed for one rank.
 
     Returns:
-        [samples, ...], in the order of `document_ids` or `sample_ids`; padding is in none.
+        [samples, ...], in the order of `document_ids`; padding is in none.
 
     Raises:
         WlbError: another number of values; a group of another size.
@@ -68,7 +68,7 @@ def sample_predictions(batch: PackedBatch | ForestBatch, *, group: dist.ProcessG
         group: as for `sample_sums`.
 
     Returns:
-        int64 [samples], in the order of `document_ids` or `sample_ids`.
+        int64 [samples], in the order of `document_ids`.
 
     Raises:
         WlbError: a group of another size.
@@ -93,9 +93,9 @@ def sample_predictions(batch: PackedBatch | ForestBatch, *, group: dist.ProcessG
 
 def _samples(batch: PackedBatch | ForestBatch) -> tuple[Tensor, int]:
     """Sample of each value of this rank, int64; the number of samples, which is also the place of padding."""
-    if isinstance(batch, ForestBatch):
-        return batch.sample_of, batch.sample_ids.numel()
     samples = batch.document_ids.numel()
+    if isinstance(batch, ForestBatch):
+        return batch.sample_of, samples
     ends = np.cumsum(batch.shard.lengths[:samples], dtype=np.int64)
     of = ends.searchsorted(batch.shard.rank(batch.cp_rank).token_indices, side="right")
     return torch.from_numpy(of).to(batch.tokens.device), samples

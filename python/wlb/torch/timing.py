@@ -180,7 +180,7 @@ class StepTimer:
             number = int(step.number)
             if hasattr(step, "groups"):
                 lengths, ranks = [group.lengths for group in step.groups], tuple(len(group) for group in step.groups)
-            elif isinstance(step.packing, wlb.ForestPlan):
+            elif step.packing.forest is not None:
                 message = (
                     f"{number} is of a forest: costs are fitted to documents, not to nodes behind others. End it with "
                     "end_step() alone, which keeps its seconds"

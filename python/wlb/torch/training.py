@@ -74,7 +74,7 @@ def train_step(
             (`real_tokens`). Any other model is called with the batch and returns logits, float[tokens, vocabulary];
             `batch.real` says which tokens are no padding. If documents bring weights, losses are multiplied by them.
             Only models of the second kind take a `ForestBatch`: they run attention on `batch.shard`.
-        step: a step from a loader or `forest_step`, with equally many micro-batches on every rank. It is moved to the
+        step: a step from a loader or `Step.of`, with equally many micro-batches on every rank. It is moved to the
             model's device.
         group: the ranks that share the step, data- and context-parallel; None for all.
         accelerator: accelerate's, if `model` is from its `prepare`: its `backward` scales for mixed precision.

@@ -75,10 +75,14 @@ class Hardware:
         for name in ("intra_node", "inter_node"):
             if not isinstance(getattr(self, name), Link):
                 raise error(name, f"= {getattr(self, name)!r}: must be a Link", value=getattr(self, name))
-        for name in ("launch_latency", "gemm_efficiency", "attention_efficiency", "fp8_gain", *_HOST):
+        for name in ("attention_efficiency", "launch_latency", "gemm_efficiency", "fp8_gain", *_HOST):
             value = getattr(self, name)
             if value is not None or name != "fp8_gain":
                 check_positive(name, value)
+        if self.attention_efficiency > 10:
+            message = "must be at most 10: it is a ratio of two rates, such as 0.55, not a percentage"
+            value = self.attention_efficiency
+            raise error("attention_efficiency", f"= {value!r}: {message}", value=value)
 
     @classmethod
     def preset(cls, name: str) -> Hardware:

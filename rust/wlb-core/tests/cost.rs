@@ -297,6 +297,8 @@ fn a_cost_beyond_floats_is_an_error_that_names_the_longest() {
 fn a_shape_without_a_size_is_named() {
     let error = CostModel::from_flops(&FlopsOptions { num_layers: 0, ..llama_7b_flops() }).unwrap_err();
     assert_eq!(error.argument(), "num_layers");
-    let error = CostModel::from_flops(&FlopsOptions { attention_efficiency: 0.0, ..llama_7b_flops() }).unwrap_err();
-    assert_eq!(error.argument(), "attention_efficiency");
+    for attention_efficiency in [0.0, 55.0] {
+        let error = CostModel::from_flops(&FlopsOptions { attention_efficiency, ..llama_7b_flops() }).unwrap_err();
+        assert_eq!(error.argument(), "attention_efficiency");
+    }
 }

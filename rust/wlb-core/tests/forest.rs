@@ -2,14 +2,17 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use crate::common::ranks::{divides_equally, members};
 use crate::common::strategies::config;
 use proptest::prelude::*;
 use wlb_core::cost::Rates;
-use wlb_core::forest::{ForestOptions, ForestPlan, PrefixForest, pack_forest, shard_forest};
-use wlb_core::packing::{Leftover, Method, PackOptions, Ranks, Sync, Together};
-use wlb_core::ranks::{RankOptions, pack_for_ranks};
+use wlb_core::forest::PrefixForest;
+use wlb_core::packing::{Leftover, Method, PackOptions, Packing, Ranks, Sync, Together};
+use wlb_core::ranks::{ForestOptions, RankOptions, pack_for_ranks, pack_forest};
+use wlb_core::sharding::execution::Layout;
+use wlb_core::sharding::shard_forest;
 use wlb_core::{CostModel, Error, Lengths, Mask, pack, pack_whole};
 
 type Samples = Vec<Vec<i64>>;
@@ -39,13 +42,13 @@ fn costs() -> impl Strategy<Value = CostModel> {
     prop_oneof![4 => model, 1 => Just(table)]
 }
 
-fn found(samples: &Samples, groups: &[i64], key: &[i64]) -> PrefixForest {
+fn found(samples: &Samples, groups: &[i64], key: &[i64]) -> Arc<PrefixForest> {
     let tokens: Vec<i64> = samples.iter().flatten().copied().collect();
     let mut offsets = vec![0];
     samples.iter().for_each(|sample| offsets.push(offsets[offsets.len() - 1] + sample.len() as i64));
     let forest = PrefixForest::from_tokens(&tokens, &offsets, groups, key).unwrap();
     forest.check_tokens(&tokens, &offsets).unwrap();
-    forest
+    Arc::new(forest)
 }
 
 /// All beginnings of some samples, of each class by itself: every one is the node of a single token.
@@ -70,29 +73,33 @@ fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * (1.0 + a.abs() + b.abs())
 }
 
-fn check(plan: &ForestPlan, samples: &Samples, class: &[i64], options: &ForestOptions, model: &CostModel) {
-    let mut placed = plan.samples.clone();
+fn check(plan: &Packing, samples: &Samples, class: &[i64], options: &ForestOptions, model: &CostModel) {
+    let forest = plan.forest.as_ref().unwrap();
+    let mut placed: Vec<i64> = plan.pieces.iter().map(|piece| piece.id).collect();
     placed.sort_unstable();
-    assert_eq!(placed, (0..samples.len() as u32).collect::<Vec<u32>>());
+    assert_eq!(placed, (0..samples.len() as i64).collect::<Vec<i64>>());
+    assert!(
+        plan.pieces.iter().all(|piece| piece.start == 0 && piece.length == forest.sample_length(piece.id as usize))
+    );
     let most = options.max_documents.unwrap_or(usize::MAX);
     for j in 0..plan.num_micro_batches() {
-        let held = plan.micro_batch(j);
+        let held = &plan.samples(j)[..];
         let (tokens, cost) = naive(samples, held, class, model);
-        assert_eq!(plan.unique_tokens[j], tokens);
+        assert_eq!(plan.tokens[j], tokens);
+        assert!(held.is_sorted() && held.iter().all(|&sample| plan.assignment[sample as usize] == j as i32));
         assert!(close(plan.costs[j], cost), "{} is not {cost}", plan.costs[j]);
         assert!(tokens <= i64::from(options.max_tokens) && held.len() <= most);
-        let nodes = plan.forest.nodes_of(held);
-        let own = plan.forest.of_samples(held, &nodes);
-        assert_eq!(own.unique_tokens(), tokens);
+        let own = forest.of_samples(held, &forest.nodes_of(held));
+        assert_eq!((own.unique_tokens(), forest.tokens_of(held)), (tokens, tokens));
         assert!(
             own.sample_lengths().iter().zip(held).all(|(&length, &at)| length as usize == samples[at as usize].len())
         );
     }
-    assert!(plan.lower_bound <= plan.step_cost() * (1.0 + 1e-12));
-    assert_eq!(ForestPlan::from_json(&plan.to_json()).unwrap(), *plan);
+    assert!(plan.lower_bound() <= plan.step_cost() * (1.0 + 1e-12));
+    assert_eq!(Packing::from_json(&plan.to_json()).unwrap(), *plan);
     let Some(ranks) = options.ranks else { return };
     let rounds = plan.num_micro_batches() / ranks.dp_size;
-    let of_rank = |rank: usize| (rank * rounds..(rank + 1) * rounds).flat_map(|j| plan.micro_batch(j).iter().copied());
+    let of_rank = |rank: usize| (rank * rounds..(rank + 1) * rounds).flat_map(|j| plan.samples(j));
     if !options.groups.is_empty() {
         let groups = |rank: usize| of_rank(rank).map(|at| options.groups[at as usize]).collect::<BTreeSet<i64>>();
         let all: usize = (0..ranks.dp_size).map(|rank| groups(rank).len()).sum();
@@ -147,7 +154,7 @@ proptest! {
         let ends: Vec<i64> = forest.ends().iter().map(|&end| i64::from(end)).collect();
         let again = PrefixForest::from_parents(&parents, &Lengths::new("lengths", &lengths).unwrap(), &ends).unwrap();
         prop_assert_eq!(again.digest(), forest.digest());
-        prop_assert_eq!(PrefixForest::from_json(&forest.to_json()).unwrap(), forest);
+        prop_assert_eq!(PrefixForest::from_json(&forest.to_json()).unwrap(), (*forest).clone());
     }
 
     /// Each sample once, exact tokens and costs, limits, groups, equal counts, the bound, one plan.
@@ -164,7 +171,7 @@ proptest! {
         let num_micro_batches = given.map(|rounds| rounds * ranks.map_or(1, |ranks| ranks.dp_size));
         let equal_documents = equal_documents && ranks.is_some();
         let max_tokens = longest + room;
-        let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups, equal_documents, max_documents };
+        let options = ForestOptions { num_micro_batches, fewest: false, max_tokens, ranks, groups, equal_documents, max_documents };
         let forest = found(&samples, &[], &[]);
         match pack_forest(&forest, &options, &model) {
             Ok(plan) => {
@@ -194,7 +201,7 @@ proptest! {
         let bins = dp_size * rounds;
         let max_tokens = longest + room;
         let (groups, equal_documents, max_documents) = (vec![], false, None);
-        let options = ForestOptions { num_micro_batches: Some(bins), max_tokens, ranks, groups, equal_documents, max_documents };
+        let options = ForestOptions { num_micro_batches: Some(bins), fewest: false, max_tokens, ranks, groups, equal_documents, max_documents };
         let (mut best, mut best_filled) = (f64::INFINITY, f64::INFINITY);
         for code in 0..bins.pow(samples.len() as u32) {
             let mut held = vec![Vec::new(); bins];
@@ -211,10 +218,10 @@ proptest! {
         }
         match pack_forest(&found(&samples, &[], &[]), &options, &model) {
             Ok(plan) => {
-                prop_assert!(plan.lower_bound <= best * (1.0 + 1e-9), "bound {} above {best}", plan.lower_bound);
+                prop_assert!(plan.lower_bound() <= best * (1.0 + 1e-9), "bound {} above {best}", plan.lower_bound());
                 prop_assert!(plan.step_cost() >= best * (1.0 - 1e-9));
                 // Samples that share all of their tokens cost nothing more together; but no micro-batch stays empty.
-                let enough = best_filled.max(1.005 * plan.lower_bound) * (1.0 + 1e-9);
+                let enough = best_filled.max(1.005 * plan.lower_bound()) * (1.0 + 1e-9);
                 prop_assert!(plan.step_cost() <= enough, "{} is not {best_filled}", plan.step_cost());
             }
             Err(error) => prop_assert!(best_filled.is_infinite(), "{error:?}"),
@@ -227,17 +234,17 @@ proptest! {
     fn shards_see_what_a_dense_mask_shows(samples in samples(16, 24), cp_size in 1_usize..6) {
         let all: Vec<u32> = (0..samples.len() as u32).collect();
         let whole = found(&samples, &[], &[]);
-        let shard = shard_forest(&whole, cp_size).unwrap();
-        prop_assert_eq!(shard.digest(), shard_forest(&whole, cp_size).unwrap().digest());
-        let forest = &shard.forest;
+        let shard = shard_forest(&whole, cp_size, 1.01).unwrap();
+        prop_assert_eq!(shard.digest(), shard_forest(&whole, cp_size, 1.01).unwrap().digest());
+        let forest = shard.forest.as_ref().unwrap();
         let total = forest.unique_tokens() as usize;
         // The place of each token before, token by token.
         let mut before = vec![None; total];
         let mut lies_at = vec![0; total];
         for node in 0..forest.num_nodes() {
-            let start = shard.node_starts[node] as usize;
+            let start = shard.document_starts[node] as usize;
             let above = usize::try_from(forest.parents()[node]).ok();
-            before[start] = above.map(|above| shard.node_starts[above + 1] as usize - 1);
+            before[start] = above.map(|above| shard.document_starts[above + 1] as usize - 1);
             for at in 0..forest.lengths()[node] as usize {
                 if at > 0 { before[start + at] = Some(start + at - 1) }
                 lies_at[start + at] = forest.starts()[node] + at as i32;
@@ -245,14 +252,25 @@ proptest! {
         }
         let sees = |token: usize| std::iter::successors(Some(token), |&token| before[token]).collect::<BTreeSet<usize>>();
         prop_assert_eq!(total, beginnings(&samples, &all, &[]).len());
+        let mut at = whole.token_indices().into_iter();
+        for sample in &samples {
+            let path: Vec<usize> = at.by_ref().take(sample.len()).map(|place| place as usize).collect();
+            prop_assert_eq!(sees(*path.last().unwrap()), path.iter().copied().collect());
+            prop_assert!(path.is_sorted());
+        }
+        prop_assert_eq!(at.next(), None);
         let mut owned = BTreeSet::new();
+        let (mut of_ranks, mut seen_by) = (Vec::new(), Vec::new());
         for rank in 0..cp_size {
             let (mut keys, mut pairs, mut own) = (BTreeSet::new(), 0, 0);
-            for segment in &shard.ranks[rank] {
+            let held = shard.rank(rank).unwrap();
+            prop_assert_eq!(&held.segments, &shard.ranks[rank]);
+            for (at, segment) in shard.ranks[rank].iter().enumerate() {
                 let first = shard.packed_start(segment) as usize;
                 prop_assert_eq!(shard.position(segment), lies_at[first]);
                 let listed: Vec<usize> =
                     shard.intervals(segment).iter().flat_map(|&(start, end)| start as usize..end as usize).collect();
+                prop_assert_eq!(held.cu_seqlens_k[at + 1] - held.cu_seqlens_k[at], listed.len() as i64);
                 for token in first..first + segment.length as usize {
                     // The last query sees all keys of the segment, each one before it one less.
                     let behind = first + segment.length as usize - 1 - token;
@@ -264,11 +282,23 @@ proptest! {
                     own += 1;
                 }
             }
+            let rows: Vec<usize> = held.token_indices().into_iter().map(|token| token as usize).collect();
+            prop_assert!(rows.iter().zip(held.position_ids()).all(|(&token, position)| lies_at[token] == position));
+            of_ranks.push(rows);
+            seen_by.push(keys.clone());
             prop_assert_eq!(shard.pairs(rank), pairs);
             prop_assert_eq!(shard.keys_moved(rank), keys.len() as i64 - own);
             prop_assert!((own - (total / cp_size) as i64) <= 1);
         }
         prop_assert_eq!(owned.len(), total);
+        let gathered = |rank: usize| {
+            let wanted = |token: &&usize| (0..cp_size).any(|other| other != rank && seen_by[other].contains(*token));
+            of_ranks[rank].iter().filter(wanted).count() as i64
+        };
+        prop_assert_eq!(shard.keys_gathered(), (0..cp_size).map(gathered).collect::<Vec<i64>>());
+        let restored = shard.restore_indices();
+        let rank_major: Vec<usize> = of_ranks.concat();
+        prop_assert!(restored.iter().map(|&at| rank_major[at as usize]).eq(0..total));
     }
 
     /// From 100,000 unique tokens on the busiest of 8 ranks has no more than 1.01 of the mean pairs.
@@ -280,7 +310,7 @@ proptest! {
         let counts: Vec<i64> = prompts.iter().map(|prompt| prompt.1.len() as i64).collect();
         let completions: Vec<i64> = prompts.iter().flat_map(|prompt| prompt.1.iter().copied()).collect();
         let forest = PrefixForest::from_prompts(&Lengths::new("prompts", &lengths).unwrap(), &counts, &completions).unwrap();
-        let shard = shard_forest(&forest, 8).unwrap();
+        let shard = shard_forest(&forest, 8, 1.01).unwrap();
         let pairs: Vec<u64> = (0..8).map(|rank| shard.pairs(rank)).collect();
         let imbalance = *pairs.iter().max().unwrap() as f64 * 8.0 / pairs.iter().sum::<u64>() as f64;
         prop_assert!(forest.unique_tokens() < 100_000 || imbalance <= 1.01, "{imbalance}");
@@ -295,11 +325,11 @@ proptest! {
         let parents = vec![-1; lengths.len()];
         let ends: Vec<i64> = (0..lengths.len() as i64).collect();
         let lengths = Lengths::new("lengths", &lengths).unwrap();
-        let forest = PrefixForest::from_parents(&parents, &lengths, &ends).unwrap();
+        let forest = Arc::new(PrefixForest::from_parents(&parents, &lengths, &ends).unwrap());
         let max_tokens = lengths.iter().copied().max().unwrap_or(1) + room;
         let num_micro_batches = given.map(|rounds| rounds * ranks.map_or(1, |ranks| ranks.dp_size));
         let (groups, equal_documents, method) = (vec![], false, Method::VarLength);
-        let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups: groups.clone(), equal_documents, max_documents };
+        let options = ForestOptions { num_micro_batches, fewest: false, max_tokens, ranks, groups: groups.clone(), equal_documents, max_documents };
         let documents = if ranks.is_some() || max_documents.is_some() {
             let options = RankOptions {
                 num_micro_batches, fewest: false, multiple_of: 1, max_tokens, method, ranks, groups,
@@ -344,9 +374,7 @@ fn deep_trees_need_no_stack() {
     let forest = found(&samples, &[], &[]);
     assert_eq!((forest.num_nodes(), forest.unique_tokens()), (count, count as i64));
     let cost = CostModel::analytic(1.0, 1.0, Mask::Causal).unwrap();
-    let (num_micro_batches, ranks, max_tokens) = (None, None, count as i32);
-    let (groups, equal_documents, max_documents) = (vec![], false, None);
-    let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups, equal_documents, max_documents };
+    let options = ForestOptions { num_micro_batches: None, ..ForestOptions::new(count as i32) };
     assert_eq!(pack_forest(&forest, &options, &cost).unwrap().num_micro_batches(), 1);
 }
 
@@ -355,9 +383,7 @@ fn deep_trees_need_no_stack() {
 fn full_masks_are_refused() {
     let forest = found(&vec![vec![1, 2], vec![1, 3]], &[], &[]);
     let cost = CostModel::analytic(1.0, 1.0, Mask::Full).unwrap();
-    let (num_micro_batches, ranks, max_tokens) = (Some(1), None, 9);
-    let (groups, equal_documents, max_documents) = (vec![], false, None);
-    let options = ForestOptions { num_micro_batches, max_tokens, ranks, groups, equal_documents, max_documents };
+    let options = ForestOptions { num_micro_batches: Some(1), ..ForestOptions::new(9) };
     assert_eq!(pack_forest(&forest, &options, &cost).unwrap_err().argument(), "cost_model");
 }
 
@@ -379,16 +405,16 @@ proptest! {
 
     #[test]
     fn layouts_give_every_token_its_path(forest in trees(), cp_size in 1_usize..6) {
-        let shard = shard_forest(&forest, cp_size).unwrap();
-        let layout = shard.layout();
+        let shard = shard_forest(&forest, cp_size, 1.01).unwrap();
+        let layout = Layout::of(&shard);
         // Of each token in memory those before it on its path, and itself, node by node.
-        let parents = shard.forest.parents();
-        let node_of = |token: i64| shard.node_starts.partition_point(|&start| i64::from(start) <= token) - 1;
+        let parents = shard.forest.as_ref().unwrap().parents();
+        let node_of = |token: i64| shard.document_starts.partition_point(|&start| i64::from(start) <= token) - 1;
         let path = |token: i64| {
             let mut node = node_of(token);
-            let mut tokens: Vec<i64> = (i64::from(shard.node_starts[node])..=token).rev().collect();
+            let mut tokens: Vec<i64> = (i64::from(shard.document_starts[node])..=token).rev().collect();
             while let Ok(above) = usize::try_from(parents[node]) {
-                tokens.extend((shard.node_starts[above]..shard.node_starts[above + 1]).rev().map(i64::from));
+                tokens.extend((shard.document_starts[above]..shard.document_starts[above + 1]).rev().map(i64::from));
                 node = above;
             }
             tokens.reverse();

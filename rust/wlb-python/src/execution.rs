@@ -3,14 +3,12 @@
 
 use std::num::NonZeroI64;
 
-use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use wlb_core::sharding::execution::{
     Buckets, Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
 };
 
 use crate::error::raise;
-use crate::forest::ForestShard;
 use crate::plain::Array;
 use crate::sharding::Shard;
 
@@ -56,38 +54,10 @@ fn indices(indices: Indices) -> PlainIndices {
     (Array(numbers), begin)
 }
 
-/// The division of tokens among ranks: of documents, or of a forest.
-enum Cut<'a> {
-    Documents(&'a Shard),
-    Forest(&'a ForestShard),
-}
-
-impl<'a> Cut<'a> {
-    fn of(shard: &'a Bound<'_, PyAny>) -> PyResult<Self> {
-        if let Ok(shard) = shard.cast::<Shard>() {
-            return Ok(Self::Documents(shard.get()));
-        }
-        match shard.cast::<ForestShard>() {
-            Ok(shard) => Ok(Self::Forest(shard.get())),
-            Err(_) => {
-                let kind = shard.get_type().qualname()?;
-                Err(PyTypeError::new_err(format!("'{kind}' object is no Shard and no ForestShard")))
-            }
-        }
-    }
-
-    fn layout(&self) -> Layout {
-        match self {
-            Self::Documents(shard) => Layout::of(&shard.plan),
-            Self::Forest(shard) => shard.0.layout(),
-        }
-    }
-}
-
 /// Execution plan of a rank for transports that bring keys to the ranks that need them.
 ///
 /// Args:
-///     shard: the micro-batch's ``Shard`` or ``ForestShard``.
+///     shard: the micro-batch's ``Shard``.
 ///     rank: one of its ranks.
 ///     fetch: True: every rank gets just the keys that it needs. False: all ranks get every key that some rank needs.
 ///     window: a token sees tokens less than this many positions away; None: any.
@@ -108,7 +78,7 @@ impl<'a> Cut<'a> {
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn keys_plan(
     py: Python<'_>,
-    shard: &Bound<'_, PyAny>,
+    shard: &Shard,
     rank: usize,
     fetch: bool,
     window: Option<NonZeroI64>,
@@ -126,9 +96,8 @@ pub(crate) fn keys_plan(
     PlainSum,
 )> {
     let transport = if fetch { Transport::Fetch } else { Transport::AllGather };
-    let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
-        let layout = cut.layout();
+        let layout = Layout::of(&shard.plan);
         KeysPlan::of(
             &layout,
             rank,
@@ -155,7 +124,7 @@ pub(crate) fn keys_plan(
 /// Execution plan of a rank for a ring over blocks of ``degree`` ranks, where the ranks of a block exchange heads.
 ///
 /// Args:
-///     shard: the micro-batch's ``Shard`` or ``ForestShard``.
+///     shard: the micro-batch's ``Shard``.
 ///     rank: one of its ranks.
 ///     degree: ranks of a block.
 ///     window: a token sees tokens less than this many positions away; None: any.
@@ -175,16 +144,15 @@ pub(crate) fn keys_plan(
 #[allow(clippy::type_complexity, reason = "plain numbers, which a dataclass of Python names")]
 pub(crate) fn ring_plan(
     py: Python<'_>,
-    shard: &Bound<'_, PyAny>,
+    shard: &Shard,
     rank: usize,
     degree: usize,
     window: Option<NonZeroI64>,
     biased: bool,
     buckets: bool,
 ) -> PyResult<(PlainIndices, Vec<Vec<PlainCall>>, Vec<i64>, Vec<usize>, Option<(Vec<i64>, usize, Array<Vec<i32>>)>)> {
-    let cut = Cut::of(shard)?;
     let plan = py.detach(|| {
-        let layout = cut.layout();
+        let layout = Layout::of(&shard.plan);
         RingPlan::of(
             &layout,
             rank,

@@ -47,7 +47,7 @@ mod _core {
         cost::{CostModel, pairs, pass_weights},
         dynamic_cp::{dynamic_cp_seconds, plan_dynamic_cp},
         execution::{keys_plan, moves_plan, ring_plan},
-        forest::{ForestMicroBatch, ForestPlan, ForestRankShard, ForestShard, PrefixForest, pack_forest, shard_forest},
+        forest::PrefixForest,
         kernel::KernelModel,
         packer::Packer,
         packing::{MicroBatch, Packing, batch_offsets, most_tokens, pack, padded_tokens, split_documents},

@@ -8,28 +8,35 @@ use pyo3::prelude::*;
 use pyo3::types::PyIterator;
 use wlb_core::limits::MAX_MICRO_BATCHES;
 use wlb_core::packing::{self as core, Method, Piece};
-use wlb_core::ranks::{RankOptions, pack_for_ranks};
+use wlb_core::ranks::{ForestOptions, RankOptions, pack_for_ranks, pack_forest};
 use wlb_core::{CostModel, Lengths};
 
 use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{document_costs, pricing, read_costs_if_any};
-use crate::error::raise;
+use crate::error::{raise, refuse};
+use crate::forest::{Batch, PrefixForest, refuse_for_forests};
 use crate::gil::run;
 use crate::plain::{Array, Pickle, Table, Tuple, hashed_by, pickled_as_json, pickled_as_part};
 use crate::results::declaration;
 
-/// Packs one global batch of documents into micro-batches.
+/// Packs one global batch of documents, or the samples of a forest, into micro-batches.
 ///
 /// Args:
-///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it.
+///     lengths: int[n], tokens of each document, in arrival order; document ids are indices into it. Or a
+///         ``PrefixForest``: its samples are the documents, and a micro-batch computes tokens that its samples share
+///         once. A node of ``n`` tokens at depth ``p`` costs ``c(p + n) - c(p)``, where ``c`` is the cost model without
+///         constants: exact for causal pairs, windows and chunks; for measured tables it is the definition. A tree is
+///         cut between micro-batches, which then compute the shared tokens again, where that costs less than the
+///         imbalance that it removes, or where ``max_tokens`` requires it.
 ///     num_micro_batches: micro-batches of a global batch, ``N``. "fewest": the smallest number (a multiple of
 ///         ``multiple_of`` or ``dp_size``) that leaves no document over, for a batch that is trained whole in one step
 ///         (fine-tuning, reinforcement learning). None: the same, or with ``dp_size`` up to two more on each rank, if
 ///         each makes the step 1 % shorter. If the cost model says what a micro-batch costs besides its documents
 ///         (``micro_batch``), that cost decides instead of the 1 %.
-///     max_tokens: most tokens of a micro-batch, as memory allows (``S_max``).
-///     cost_model: cost of a document, from its length. Give it, or ``costs``.
+///     max_tokens: most tokens of a micro-batch, as memory allows (``S_max``). A token that samples share counts once.
+///     cost_model: cost of a document, from its length. Give it, or ``costs``. For a forest it must be of causal
+///         attention.
 ///     costs: float64[n], cost of each document in any one unit; or float64[n, r], one column for every resource
 ///         with a barrier of its own (vision encoder, language model). A step takes the sum over columns of the
 ///         heaviest micro-batch in each column, and ``imbalance`` and ``lower_bound`` are of this sum. For
@@ -73,8 +80,12 @@ use crate::results::declaration;
 ///     leftover: what happens if documents do not fit: "error"; or "return": ``Packing.leftover`` lists them. They are
 ///         then in no micro-batch and are not trained unless you pass them again.
 ///
+/// A forest does not take ``costs``, ``limits``, ``method``, ``global_batches``, ``multiple_of``, ``together``,
+/// ``token_buckets`` and ``leftover``.
+///
 /// Returns:
-///     Packing. The same input gives the same plan, byte for byte, on every rank and machine.
+///     Packing. The same input gives the same plan, byte for byte, on every rank and machine. The plan of a forest that
+///     shares nothing is that of its samples' lengths, with the same digest.
 ///
 /// Raises:
 ///     WlbError: a length or size out of range; a document over ``max_tokens`` (for methods that keep documents
@@ -97,6 +108,12 @@ use crate::results::declaration;
 ///     array([0, 1, 1, 1, 1], dtype=int32)
 ///     >>> round(plan.imbalance, 3)
 ///     1.004
+///     >>> forest = wlb.PrefixForest.from_prompts([100, 100], 2, [30, 20, 40, 10])
+///     >>> plan = wlb.pack(forest, num_micro_batches=2, max_tokens=200, cost_model=cost)
+///     >>> [batch.document_ids.tolist() for batch in plan]
+///     [[2, 3], [0, 1]]
+///     >>> plan.num_tokens, plan.raw_tokens
+///     (300, 500)
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, num_micro_batches, max_tokens, cost_model = None, costs = None, limits = None,
@@ -108,7 +125,7 @@ use crate::results::declaration;
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
 pub(crate) fn pack(
     py: Python<'_>,
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = Batch::read)] lengths: Batch,
     #[pyo3(from_py_with = arguments::number_or_fewest)] num_micro_batches: (Option<usize>, bool),
     #[pyo3(from_py_with = arguments::max_tokens)] max_tokens: i32,
     #[pyo3(from_py_with = read_costs_if_any)] cost_model: Option<CostModel>,
@@ -133,11 +150,42 @@ pub(crate) fn pack(
     if num_micro_batches.is_some() && multiple_of != 1 {
         return Err(combination("multiple_of", "a multiple other than 1 needs num_micro_batches=None"));
     }
+    if matches!(lengths, Batch::Forest(_)) {
+        refuse_for_forests(&[
+            ("costs", costs.is_some(), "are of documents: a forest takes a cost_model, which gives each node a cost"),
+            ("limits", limits.is_some(), "limit columns of costs, which a forest does not take"),
+            ("method", method != "var_length", "is for documents: a forest has a method of its own; leave it out"),
+            ("global_batches", global_batches != 1, "is for documents: a forest is one global batch"),
+            ("multiple_of", multiple_of != 1, "is for documents: with dp_size a forest's plan is a multiple of it"),
+            ("together", together != "rank", "is for documents: a group of samples stays on one rank"),
+            ("token_buckets", token_buckets.is_some(), "are for documents: a forest takes multiple_of_tokens"),
+            ("leftover", leftover != "error", "is for documents: all samples of a forest are placed"),
+        ])?;
+    }
     let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
     let most = padding.most(max_tokens).map_err(raise)?;
     let explained = |error| raise(padding.explained(error, max_tokens));
-    let padded = |packing: core::Packing| {
-        Packing::from(core::Packing { padding: (!padding.is_none()).then(|| padding.clone()), ..packing })
+    let padded = |packing| Packing::padded(packing, padding.clone());
+    let ranks = ranks(dp_size, sync)?;
+    let lengths = match lengths {
+        Batch::Documents(lengths) => lengths,
+        Batch::Forest(forest) => {
+            let groups = groups.unwrap_or_default();
+            let options = ForestOptions {
+                num_micro_batches,
+                fewest,
+                max_tokens: most,
+                ranks,
+                groups,
+                equal_documents,
+                max_documents,
+            };
+            let missing = || refuse("cost_model", None, None, "is missing: it gives the nodes of a forest their costs");
+            let model = cost_model.ok_or_else(missing)?;
+            return run(py, forest.num_samples(), || pack_forest(&forest, &options, &model))
+                .map(padded)
+                .map_err(explained);
+        }
     };
     let options = core::PackOptions {
         num_micro_batches: num_micro_batches.unwrap_or(1),
@@ -149,7 +197,6 @@ pub(crate) fn pack(
     let given = document_costs(costs, limits.as_deref(), lengths.len())?;
     let pricing = pricing(cost_model.as_ref(), given.as_ref(), limits.as_deref())?;
     let micro_batches = options.num_micro_batches.saturating_mul(global_batches);
-    let ranks = ranks(dp_size, sync)?;
     let together = choice(together)?;
     if together == core::Together::MicroBatch && groups.is_none() {
         return Err(combination("together", "\"micro_batch\" needs groups: the documents that stay together"));
@@ -217,10 +264,17 @@ pickled_as_json!(Packing(core::Packing));
 
 #[pymethods]
 impl Packing {
-    /// Method that made the packing: a method of ``pack``, or "assignment".
+    /// Method that made the packing: a method of ``pack``, "forest", or "assignment".
     #[getter]
     fn method(&self) -> &'static str {
-        self.0.method.map_or("assignment", Method::as_str)
+        let elsewhere = if self.0.forest.is_some() { "forest" } else { "assignment" };
+        self.0.method.map_or(elsewhere, Method::as_str)
+    }
+
+    /// The forest whose samples were packed; None if documents were.
+    #[getter]
+    fn forest(&self) -> Option<PrefixForest> {
+        self.0.forest.clone().map(PrefixForest)
     }
 
     /// Number of micro-batches, ``M``; also ``len()``.
@@ -241,10 +295,17 @@ impl Packing {
         self.0.global_batches
     }
 
-    /// Tokens of all micro-batches.
+    /// Tokens of all micro-batches. Tokens that samples of a forest share count once for each micro-batch that computes
+    /// them.
     #[getter]
     fn num_tokens(&self) -> i64 {
         self.0.num_tokens()
+    }
+
+    /// Tokens of all samples of the forest: what is computed without sharing. None without a forest.
+    #[getter]
+    fn raw_tokens(&self) -> Option<i64> {
+        self.0.forest.as_ref().map(|forest| forest.raw_tokens())
     }
 
     /// The micro-batches, a tuple of ``MicroBatch``. An empty one is legal.
@@ -287,8 +348,9 @@ impl Packing {
         Array(self.0.padded_tokens())
     }
 
-    /// Time of the step: cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest
-    /// in each.
+    /// Time of the step: the heaviest rank under "step"; the sum of the heaviest micro-batch of each round under
+    /// "micro_batch"; without ranks the heaviest micro-batch; with several columns, the sum over columns of the
+    /// heaviest in each.
     #[getter]
     fn step_cost(&self) -> f64 {
         self.0.step_cost()
@@ -313,7 +375,8 @@ impl Packing {
         Array(piece_lengths(&self.0.leftover))
     }
 
-    /// ``step_cost * M / total cost``: how much longer a step takes than with perfect balance. 1.0 when nothing is
+    /// ``max cost * M / total cost``: the heaviest micro-batch over the mean, whatever ranks they are on (see
+    /// ``rank_imbalance``); with several columns, the sum over columns of the heaviest in each. 1.0 when nothing is
     /// placed.
     #[getter]
     fn imbalance(&self) -> f64 {
@@ -350,14 +413,17 @@ impl Packing {
 #[pymethods]
 impl Packing {
     /// Lower bound on ``step_cost`` for any packing of the placed documents into as many micro-batches of
-    /// ``max_tokens``: ``max(total cost / M, largest document)``, or the optimum of a linear program if tokens are
-    /// scarce; summed over columns. O(n log n) at the first call.
+    /// ``max_tokens`` on as many ranks: the largest of an equal share of all cost, the largest document, and the
+    /// optimum of a linear program if tokens are scarce; summed over columns. O(n log n), once. Of a forest:
+    /// the largest of an equal share of all nodes (with what ``max_tokens`` and ``max_documents`` force to be computed
+    /// twice), the heaviest sample, and the heaviest group.
     #[getter]
     fn lower_bound(&self, py: Python<'_>) -> f64 {
         run(py, self.0.pieces.len(), || self.0.lower_bound())
     }
 
-    /// Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents).
+    /// Hex hash of the place of every token: equal on two ranks if and only if their plans are. O(documents), and of a
+    /// forest O(nodes).
     fn digest(&self, py: Python<'_>) -> String {
         run(py, self.0.pieces.len(), || self.0.digest())
     }
@@ -376,11 +442,12 @@ impl Packing {
 
     fn __repr__(&self) -> String {
         format!(
-            "Packing(method={:?}, num_micro_batches={}, documents={}, tokens={}, imbalance={:.4}, leftover={})",
+            "Packing(method={:?}, num_micro_batches={}, documents={}, tokens={}{}, imbalance={:.4}, leftover={})",
             self.method(),
             self.0.num_micro_batches(),
             self.0.pieces.len(),
             self.0.num_tokens(),
+            raw_tokens(self.raw_tokens()),
             self.0.imbalance(),
             self.0.leftover.len(),
         )
@@ -393,7 +460,7 @@ impl Packing {
     ///
     /// Returns:
     ///     dict: method, micro_batches, documents, tokens, leftover, imbalance, largest_micro_batch (tokens), heaviest
-    ///         (cost).
+    ///         (cost); of a forest also raw_tokens.
     ///
     /// Complexity:
     ///     O(documents).
@@ -520,12 +587,17 @@ impl From<core::Packing> for Packing {
 }
 
 impl Packing {
+    /// A plan whose micro-batches are padded when they run.
+    fn padded(packing: core::Packing, padding: core::Padding) -> Self {
+        Self::from(core::Packing { padding: (!padding.is_none()).then_some(padding), ..packing })
+    }
+
     fn micro_batch(&self, index: usize) -> MicroBatch {
         MicroBatch { packing: self.clone(), index }
     }
 }
 
-/// The documents of one micro-batch, in arrival order.
+/// The documents of one micro-batch, in arrival order; of a forest its samples, with their nodes.
 #[pyclass(frozen, eq, hash, module = "wlb")]
 pub(crate) struct MicroBatch {
     packing: Packing,
@@ -536,12 +608,28 @@ impl MicroBatch {
     fn pieces(&self) -> &[Piece] {
         self.packing.0.micro_batch(self.index)
     }
+
+    fn samples(&self) -> Vec<u32> {
+        self.packing.0.samples(self.index)
+    }
+
+    /// What ``wlb.shard`` cuts.
+    pub(crate) fn batch(&self) -> PyResult<Batch> {
+        match self.forest() {
+            Some(forest) => Ok(Batch::Forest(forest.0)),
+            None => {
+                let lengths: Vec<i64> = self.pieces().iter().map(|piece| piece.length.into()).collect();
+                Lengths::new("lengths", &lengths).map(Batch::Documents).map_err(raise)
+            }
+        }
+    }
 }
 
-/// Equal if they have the same pieces at the same cost, in whatever packing.
+/// Equal if they have the same pieces, of equal forests, at the same cost, in whatever packing.
 impl PartialEq for MicroBatch {
     fn eq(&self, other: &Self) -> bool {
-        self.pieces() == other.pieces() && self.cost() == other.cost()
+        let forests = (&self.packing.0.forest, &other.packing.0.forest);
+        self.pieces() == other.pieces() && self.cost() == other.cost() && forests.0 == forests.1
     }
 }
 
@@ -549,7 +637,8 @@ hashed_by!(MicroBatch: |batch| (batch.pieces().len(), batch.pieces().first().map
 
 #[pymethods]
 impl MicroBatch {
-    /// int64[k]: ids of the documents; of a document that was cut there may be only a part.
+    /// int64[k]: ids of the documents; of a document that was cut there may be only a part. Of a forest: numbers of the
+    /// samples.
     #[getter]
     fn document_ids(&self) -> Array<Vec<i64>> {
         Array(ids(self.pieces()))
@@ -561,16 +650,41 @@ impl MicroBatch {
         Array(starts(self.pieces()))
     }
 
-    /// int32[k]: tokens of each piece.
+    /// int32[k]: tokens of each piece; of a forest, of each sample with the tokens that it shares.
     #[getter]
     fn lengths(&self) -> Array<Vec<i32>> {
         Array(piece_lengths(self.pieces()))
     }
 
     /// int32[k + 1]: index of each piece's first token in the packed sequence, and at the end the number of tokens.
+    ///
+    /// Raises:
+    ///     WlbError: of a forest: samples that share tokens do not lie one after the other; take ``wlb.shard``.
     #[getter]
-    fn cu_seqlens(&self) -> Array<Vec<i32>> {
-        Array(cu_seqlens(self.pieces().iter().map(|piece| piece.length)))
+    fn cu_seqlens(&self) -> PyResult<Array<Vec<i32>>> {
+        if self.packing.0.forest.is_some() {
+            let problem = "are of documents one after the other, and samples of a forest share tokens: \
+                           wlb.shard(micro_batch, cp_size=...) says which keys each run of tokens sees";
+            return Err(refuse("cu_seqlens", None, None, problem));
+        }
+        Ok(Array(cu_seqlens(self.pieces().iter().map(|piece| piece.length))))
+    }
+
+    /// int64[m]: nodes of the samples in the plan's forest, in memory order: depth-first, the longest of siblings
+    /// first, so that it follows its parent. None without a forest.
+    #[getter]
+    fn nodes(&self) -> Option<Array<Vec<i64>>> {
+        let forest = self.packing.0.forest.as_ref()?;
+        Some(Array(forest.nodes_of(&self.samples()).into_iter().map(i64::from).collect()))
+    }
+
+    /// The forest of these samples alone; its nodes are in the order of ``nodes``, its samples in that of
+    /// ``document_ids``. None without a forest.
+    #[getter]
+    pub(crate) fn forest(&self) -> Option<PrefixForest> {
+        let forest = self.packing.0.forest.as_ref()?;
+        let samples = self.samples();
+        Some(PrefixForest::from(forest.of_samples(&samples, &forest.nodes_of(&samples))))
     }
 
     /// Tokens of the longest piece, 0 without one: what varlen attention takes beside ``cu_seqlens``.
@@ -579,10 +693,17 @@ impl MicroBatch {
         self.pieces().iter().map(|piece| piece.length).max().unwrap_or(0)
     }
 
-    /// Tokens of the micro-batch.
+    /// Tokens of the micro-batch; of a forest those of its nodes, each shared token once.
     #[getter]
     fn tokens(&self) -> i64 {
         self.packing.0.tokens[self.index]
+    }
+
+    /// Tokens of the samples, as many as without sharing. None without a forest.
+    #[getter]
+    fn raw_tokens(&self) -> Option<i64> {
+        self.packing.0.forest.as_ref()?;
+        Some(self.pieces().iter().map(|piece| i64::from(piece.length)).sum())
     }
 
     /// Cost of the micro-batch, in the cost model's unit.
@@ -604,7 +725,8 @@ impl MicroBatch {
     }
 
     fn __repr__(&self) -> String {
-        format!("MicroBatch(documents={}, tokens={}, cost={})", self.pieces().len(), self.tokens(), self.cost())
+        let (documents, raw_tokens) = (self.pieces().len(), raw_tokens(self.raw_tokens()));
+        format!("MicroBatch(documents={documents}, tokens={}{raw_tokens}, cost={})", self.tokens(), self.cost())
     }
 }
 
@@ -731,6 +853,11 @@ pub(crate) fn cu_seqlens(lengths: impl Iterator<Item = i32>) -> Vec<i32> {
         total
     });
     std::iter::once(0).chain(ends).collect()
+}
+
+/// Tokens without sharing, for the repr of a plan of a forest.
+fn raw_tokens(tokens: Option<i64>) -> String {
+    tokens.map_or_else(String::new, |tokens| format!(", raw_tokens={tokens}"))
 }
 
 fn ids(pieces: &[Piece]) -> Vec<i64> {

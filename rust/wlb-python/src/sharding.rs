@@ -6,17 +6,18 @@ use std::sync::Arc;
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use wlb_core::Lengths;
 use wlb_core::cost::Mask;
 use wlb_core::sharding::kernel::KernelModel as Model;
-use wlb_core::sharding::{self as core, ShardOptions, Strategy};
+use wlb_core::sharding::{self as core, Segment, ShardOptions, Strategy};
 
 use crate::arguments;
 use crate::convert::{choice, size};
 use crate::cost::mask;
 use crate::error::{raise, refuse};
+use crate::forest::{Batch, PrefixForest, refuse_for_forests};
 use crate::gil::run;
 use crate::kernel::KernelModel;
+use crate::packing::{MicroBatch, cu_seqlens};
 use crate::plain::{Array, Pickle, hashed_by, pickled_as_part};
 use crate::results::declaration;
 
@@ -26,7 +27,9 @@ use crate::results::declaration;
 /// at most one token.
 ///
 /// Args:
-///     lengths: int[n], tokens of the documents, in packed order.
+///     lengths: int[n], tokens of the documents, in packed order; or a ``MicroBatch`` of a plan; or a ``PrefixForest``,
+///         with all its samples. The nodes of a forest lie depth-first, the longest of siblings first, and are cut as
+///         documents are.
 ///     cp_size: number of ranks of the group.
 ///     strategy: "auto": every document on as few ranks as possible, while no rank has more than ``max_imbalance``
 ///         times the mean pairs (if that is impossible, as evenly as possible): few keys to fetch, long segments.
@@ -49,6 +52,10 @@ use crate::results::declaration;
 ///         what computation hides; at most 1e-3. The slowest rank is then the one with the longest attention and
 ///         fetching together. 0: free. Give it only if ranks fetch just the keys that they need, as with
 ///         ``wlb.torch``'s transport "fetch"; other transports send more.
+///
+/// A forest takes ``strategy="auto"`` and ``max_imbalance`` only. Several least lengths of cut nodes are tried; shorter
+/// nodes stay whole on one rank.
+///
 /// Returns:
 ///     Shard. The same input gives the same shards on every rank.
 ///
@@ -65,6 +72,9 @@ use crate::results::declaration;
 ///     array([23, 23])
 ///     >>> s.rank(0).token_indices
 ///     array([ 0,  1,  6,  7,  8, 11], dtype=int32)
+///     >>> s = wlb.shard(wlb.PrefixForest.from_prompts([8], 2, [4, 4]), cp_size=2)
+///     >>> s.tokens_per_rank, s.pairs_per_rank
+///     (array([8, 8]), array([60, 60]))
 #[pyfunction]
 #[pyo3(signature = (
     lengths, *, cp_size, strategy = "auto", causal = true, hybrid_threshold = None, max_imbalance = None,
@@ -73,7 +83,7 @@ use crate::results::declaration;
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
 pub(crate) fn shard(
     py: Python<'_>,
-    #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+    #[pyo3(from_py_with = micro_batch)] lengths: Batch,
     #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     strategy: &str,
     #[pyo3(from_py_with = arguments::causal)] causal: bool,
@@ -87,12 +97,32 @@ pub(crate) fn shard(
         let problem = "is only for strategy=\"auto\", and for \"adaptive\", which tries \"auto\"";
         return Err(refuse("max_imbalance", None, None, problem));
     }
+    if matches!(lengths, Batch::Forest(_)) {
+        refuse_for_forests(&[
+            ("strategy", strategy != Strategy::Auto, "is for documents: a forest takes \"auto\""),
+            ("causal", !causal, "is for documents: samples of a forest can share tokens under a causal mask only"),
+            ("hybrid_threshold", hybrid_threshold.is_some(), "is for documents: a forest takes strategy=\"auto\""),
+            ("kernel_model", kernel_model.is_some(), "is for documents: a forest takes strategy=\"auto\""),
+            ("cp_seconds_per_key", cp_seconds_per_key != 0.0, "is for documents: a forest takes strategy=\"auto\""),
+        ])?;
+    }
     let max_imbalance = max_imbalance.unwrap_or(ShardOptions::MAX_IMBALANCE);
     let options = ShardOptions { cp_size, strategy, mask: mask(causal), hybrid_threshold, max_imbalance };
-    Shard::cut(py, &lengths, &options, kernel_model.map(|model| &model.0), cp_seconds_per_key)
+    Shard::cut(py, &lengths, options, kernel_model.map(|model| &model.0), cp_seconds_per_key)
+}
+
+/// Documents, a micro-batch of a plan, or a forest.
+fn micro_batch(object: &Bound<'_, PyAny>) -> PyResult<Batch> {
+    match object.cast::<MicroBatch>() {
+        Ok(micro_batch) => micro_batch.get().batch(),
+        Err(_) => Batch::read(object),
+    }
 }
 
 /// A micro-batch cut for the ranks of a context-parallel group.
+///
+/// In the shard of a forest, nodes stand in the place of documents: ``lengths`` are theirs. A token's place in the
+/// packed sequence is its packed index.
 ///
 /// Every array is a fresh copy that the caller may keep or change.
 ///
@@ -115,16 +145,34 @@ pub(crate) struct Shard {
 impl Shard {
     fn cut(
         py: Python<'_>,
-        lengths: &Lengths,
-        options: &ShardOptions,
+        batch: &Batch,
+        options: ShardOptions,
         kernel: Option<&Model>,
         cp_seconds_per_key: f64,
     ) -> PyResult<Self> {
-        let cut = || {
-            let options = options.resolve(lengths, kernel, cp_seconds_per_key)?;
-            Ok(Self { plan: Arc::new(core::shard(lengths, &options)?), options })
+        let size = match batch {
+            Batch::Documents(lengths) => lengths.len().saturating_mul(options.cp_size),
+            Batch::Forest(forest) => forest.num_nodes(),
         };
-        run(py, lengths.len().saturating_mul(options.cp_size), cut).map_err(raise)
+        let cut = || match batch {
+            Batch::Documents(lengths) => {
+                let options = options.resolve(lengths, kernel, cp_seconds_per_key)?;
+                Ok(Self { plan: Arc::new(core::shard(lengths, &options)?), options })
+            }
+            Batch::Forest(forest) => {
+                let plan = core::shard_forest(forest, options.cp_size, options.max_imbalance)?;
+                Ok(Self { plan: Arc::new(plan), options })
+            }
+        };
+        run(py, size, cut).map_err(raise)
+    }
+
+    /// Refuses figures that only shards of documents have.
+    fn of_documents(&self, argument: &str) -> PyResult<()> {
+        match self.plan.forest {
+            Some(_) => Err(refuse(argument, None, None, "is a figure of documents, and this is the shard of a forest")),
+            None => Ok(()),
+        }
     }
 
     fn ranks(&self) -> Range<usize> {
@@ -168,13 +216,19 @@ impl Shard {
         self.plan.mask == Mask::Causal
     }
 
-    /// Tokens of the micro-batch.
+    /// The forest, with its nodes in memory order; None if documents were cut.
+    #[getter]
+    fn forest(&self) -> Option<PrefixForest> {
+        self.plan.forest.clone().map(PrefixForest)
+    }
+
+    /// Tokens of the micro-batch; of a forest each shared token once.
     #[getter]
     fn num_tokens(&self) -> i32 {
         self.plan.num_tokens()
     }
 
-    /// int32[n]: tokens of each document.
+    /// int32[n]: tokens of each document; of a forest, of each node.
     #[getter]
     fn lengths(&self) -> Array<&[i32]> {
         Array(&self.plan.lengths)
@@ -211,17 +265,25 @@ impl Shard {
     /// int64[cp_size]: tokens of each rank that attends in two calls, else 0. A rank attends in two calls if it lacks
     /// keys for some of its documents, and the documents for which it has all keys are at least an eighth of its
     /// tokens: these attend while keys arrive. Counted without a window; O(segments).
+    ///
+    /// Raises:
+    ///     WlbError: the shard is of a forest.
     #[getter]
-    fn tokens_split(&self) -> Array<Vec<i64>> {
-        Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect())
+    fn tokens_split(&self) -> PyResult<Array<Vec<i64>>> {
+        self.of_documents("tokens_split")?;
+        Ok(Array(self.ranks().map(|rank| self.plan.tokens_split(rank)).collect()))
     }
 
     /// int64[cp_size]: keys (own and fetched ones) that each rank copies for the call that needs keys of other ranks:
     /// for every segment of a document of which the rank lacks keys, all keys that the segment sees. Counted without a
     /// window; O(segments).
+    ///
+    /// Raises:
+    ///     WlbError: the shard is of a forest.
     #[getter]
-    fn keys_picked(&self) -> Array<Vec<i64>> {
-        Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect())
+    fn keys_picked(&self) -> PyResult<Array<Vec<i64>>> {
+        self.of_documents("keys_picked")?;
+        Ok(Array(self.ranks().map(|rank| self.plan.keys_picked(rank)).collect()))
     }
 
     /// int32[num_tokens]: ``rank_major[restore_indices]`` is the packed sequence, where ``rank_major`` has the ranks'
@@ -269,18 +331,22 @@ impl Shard {
 
     fn __repr__(&self) -> String {
         format!(
-            "Shard(strategy={:?}, cp_size={}, documents={}, tokens={})",
+            "Shard(strategy={:?}, cp_size={}, {}={}, tokens={})",
             self.strategy(),
             self.cp_size(),
+            if self.plan.forest.is_some() { "nodes" } else { "documents" },
             self.plan.lengths.len(),
             self.num_tokens()
         )
     }
 
-    /// A pickle holds the lengths and options, from which the same shard is computed again.
+    /// A pickle holds the lengths or the forest, and the options, from which the same shard is computed again.
     fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<Pickle<'py, Bound<'py, PyTuple>>> {
         let Self { plan, options } = slf.get();
-        let lengths = PyArray1::from_slice(slf.py(), &plan.lengths);
+        let lengths = match slf.get().forest() {
+            Some(forest) => Bound::new(slf.py(), forest)?.into_any(),
+            None => PyArray1::from_slice(slf.py(), &plan.lengths).into_any(),
+        };
         let strategy = options.strategy.as_str();
         let (threshold, max_imbalance) = (options.hybrid_threshold, options.max_imbalance);
         let arguments = (lengths, options.cp_size, strategy, slf.get().causal(), threshold, max_imbalance);
@@ -294,7 +360,7 @@ impl Shard {
     #[pyo3(signature = (lengths, cp_size, strategy, causal, hybrid_threshold, max_imbalance))]
     fn _of(
         py: Python<'_>,
-        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = Batch::read)] lengths: Batch,
         cp_size: usize,
         strategy: &str,
         #[pyo3(from_py_with = arguments::causal)] causal: bool,
@@ -303,7 +369,7 @@ impl Shard {
     ) -> PyResult<Self> {
         let strategy = choice(strategy)?;
         let options = ShardOptions { cp_size, strategy, mask: mask(causal), hybrid_threshold, max_imbalance };
-        Self::cut(py, &lengths, &options, None, 0.0)
+        Self::cut(py, &lengths, options, None, 0.0)
     }
 }
 
@@ -314,6 +380,11 @@ impl Shard {
 /// ``cu_seqlens_q[i]:cu_seqlens_q[i + 1]`` of the rank's tokens, and its keys are ``packed[k_starts[i] : k_starts[i] +
 /// cu_seqlens_k[i + 1] - cu_seqlens_k[i]]``. Under a causal mask these are its document up to the segment's end, which
 /// is what a kernel with bottom-right causal alignment expects.
+///
+/// In a forest a segment is a run of one node, and rows are in packed order. The keys of segment ``i`` are those of the
+/// nodes above, then its own, in the intervals ``j`` with ``cu_intervals[i] <= j < cu_intervals[i + 1]``; interval
+/// ``j`` is ``packed[key_starts[j]:key_ends[j]]``. (Segments of documents have one interval each.) The last query sees
+/// all of these keys, and each query before it one less.
 ///
 /// Examples:
 ///     >>> import wlb
@@ -333,6 +404,12 @@ pub(crate) struct RankShard {
 }
 
 hashed_by!(RankShard: |shard| (&shard.shard, shard.rank));
+
+impl RankShard {
+    fn intervals(&self) -> impl Iterator<Item = Vec<core::Interval>> + '_ {
+        self.held.segments.iter().map(|segment: &Segment| self.shard.plan.intervals(segment))
+    }
+}
 
 #[pymethods]
 impl RankShard {
@@ -354,6 +431,12 @@ impl RankShard {
         self.shard.causal()
     }
 
+    /// The forest, with its nodes in memory order; None if documents were cut.
+    #[getter]
+    fn forest(&self) -> Option<PrefixForest> {
+        self.shard.forest()
+    }
+
     /// Tokens of the rank, ``T_r``.
     #[getter]
     fn num_tokens(&self) -> usize {
@@ -372,7 +455,7 @@ impl RankShard {
         Array(self.held.token_indices())
     }
 
-    /// int32[T_r]: position of each token in its document, as RoPE needs it.
+    /// int32[T_r]: position of each token in its document, as RoPE needs it; in a forest, on its path.
     #[getter]
     fn position_ids(&self) -> Array<Vec<i32>> {
         Array(self.held.position_ids())
@@ -386,9 +469,15 @@ impl RankShard {
 
     /// int32[s + 1]: index of each segment's first key if the keys of all segments are copied one after the other, and
     /// at the end their number.
+    ///
+    /// Raises:
+    ///     WlbError: the keys of a forest are more than int32 can count.
     #[getter]
-    fn cu_seqlens_k(&self) -> Array<&[i32]> {
-        Array(&self.held.cu_seqlens_k)
+    fn cu_seqlens_k(&self) -> PyResult<Array<Vec<i32>>> {
+        let argument = "cu_seqlens_k";
+        let narrow =
+            |&keys: &i64| i32::try_from(keys).map_err(|_| wlb_core::Error::TotalTooLong { argument, total: keys });
+        self.held.cu_seqlens_k.iter().map(narrow).collect::<Result<_, _>>().map(Array).map_err(raise)
     }
 
     /// Tokens of the longest segment; 0 without segments.
@@ -404,12 +493,34 @@ impl RankShard {
     }
 
     /// int32[s]: index of each segment's first key in the packed sequence.
+    ///
+    /// Raises:
+    ///     WlbError: the shard is of a forest, whose segments have several intervals of keys: take ``key_starts``.
     #[getter]
-    fn k_starts(&self) -> Array<&[i32]> {
-        Array(&self.held.k_starts)
+    fn k_starts(&self) -> PyResult<Array<&[i32]>> {
+        self.shard.of_documents("k_starts")?;
+        Ok(Array(&self.held.k_starts))
     }
 
-    /// int32[s]: index of each segment's document in the micro-batch.
+    /// int32[s + 1]: index of each segment's first interval of keys, and at the end the number of intervals ``k``.
+    #[getter]
+    fn cu_intervals(&self) -> Array<Vec<i32>> {
+        Array(cu_seqlens(self.intervals().map(|intervals| intervals.len() as i32)))
+    }
+
+    /// int32[k]: packed index of the first key of each interval.
+    #[getter]
+    fn key_starts(&self) -> Array<Vec<i32>> {
+        Array(self.intervals().flatten().map(|interval| interval.0).collect())
+    }
+
+    /// int32[k]: packed index after the last key of each interval.
+    #[getter]
+    fn key_ends(&self) -> Array<Vec<i32>> {
+        Array(self.intervals().flatten().map(|interval| interval.1).collect())
+    }
+
+    /// int32[s]: index of each segment's document in the micro-batch; in a forest, of its node.
     #[getter]
     fn documents(&self) -> Array<Vec<i32>> {
         Array(self.held.segments.iter().map(|segment| segment.document as i32).collect())
@@ -427,8 +538,8 @@ impl Shard {
     /// Figures of the shard, for a log or a notebook.
     ///
     /// Returns:
-    ///     dict: strategy, cp_size, documents, tokens, imbalance (pairs of the rank with the most over the mean),
-    ///         keys_moved (of the rank with the most).
+    ///     dict: strategy, cp_size, documents (of a forest: nodes), tokens, imbalance (pairs of the rank with the most
+    ///         over the mean), keys_moved (of the rank with the most).
     ///
     /// Complexity:
     ///     O(documents * cp_size).

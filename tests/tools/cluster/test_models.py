@@ -281,3 +281,23 @@ def test_costs_on_a_gpu_are_seconds_at_its_assumed_rates() -> None:
     assert cost.linear_cost([1000])[0] == pytest.approx(linear, rel=1e-12)
     rate = gpu.flops_per_second * gpu.attention_efficiency
     assert cost.attention_cost([1000])[0] == pytest.approx(attention / rate, rel=1e-12)
+
+
+def test_a_percentage_is_no_efficiency() -> None:
+    model = wlb.ModelConfig.preset("llama2-7b")
+    shape: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 2, "num_heads": 2, "vocab_size": 9}
+    hardware = wlb_tools.Hardware.preset("h100")
+    for made in (
+        lambda: wlb.CostModel.from_flops(**shape, attention_efficiency=55),
+        lambda: dataclasses.replace(hardware, attention_efficiency=55),
+    ):
+        with pytest.raises(wlb.WlbError, match=r"a ratio of two rates, such as 0\.55, not a percentage"):
+            made()
+    # A fit to a slow network may be as large, so that costs of a model warn.
+    with pytest.warns(UserWarning, match=r"a ratio of two rates, such as 0\.55, not a percentage"):
+        model.cost_model(attention_efficiency=55)
+
+
+def test_a_name_of_the_hub_is_shown_the_way() -> None:
+    with pytest.raises(wlb.WlbError, match=r"is read by ModelConfig\.from_hugging_face"):
+        wlb.ModelConfig.preset("meta-llama/Llama-2-7b-hf")

@@ -46,9 +46,9 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
         Raises:
             wlb.WlbError: It is a shard of a forest.
         """
-        if isinstance(self.shard, wlb.ForestShard):
+        if self.shard is not None and self.shard.forest is not None:
             message = (
-                "is a wlb.ForestShard: Megatron-Core finds documents by cu_seqlens, and knows no shared prefix. "
+                "is of a forest: Megatron-Core finds documents by cu_seqlens, and knows no shared prefix. "
                 "Collate the samples one by one (wt.collate), or run wt.context_parallel_attention in your own model"
             )
             raise error("shard", message, value=self.shard)

@@ -29,7 +29,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard | Tensor,
+    shard: wlb.Shard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -47,7 +47,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard | Tensor,
+    shard: wlb.Shard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -64,7 +64,7 @@ def context_parallel_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard | Tensor,
+    shard: wlb.Shard | Tensor,
     *,
     group: dist.ProcessGroup | None = None,
     transport: Transport = "all_gather",
@@ -80,7 +80,7 @@ def context_parallel_attention(
     """Attention of a packed micro-batch whose tokens are on the ranks of `group` as in `shard`. Differentiable.
 
     Tokens attend only within their document, to all earlier tokens and themselves, or to the whole document
-    (`shard.causal`). In a forest (`wlb.shard_forest`) they attend to earlier tokens on their path and themselves. Row
+    (`shard.causal`). In a forest (`wlb.PrefixForest`) they attend to earlier tokens on their path and themselves. Row
     `i` of this rank's tensors is token `shard.rank(r).token_indices[i]`, where `r` is its rank in `group`. Every
     transport runs every shard:
 
@@ -158,7 +158,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard,
     group: dist.ProcessGroup | None,
     transport: Transport,
     ulysses_size: int | None,
@@ -236,7 +236,7 @@ class _How:
 
 @functools.lru_cache(maxsize=plan.KEPT, typed=True)
 def _how(
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard,
     rank: int,
     size: int,
     transport: Transport,
@@ -261,14 +261,13 @@ def _how(
     arguments.check_scores(softmax_scale, softcap, window)
     window = arguments.reach(window)
     width = max(head_dim, value_dim)
-    causal = isinstance(shard, wlb.ForestShard) or shard.causal
     more = return_lse * LSE_CHANNELS
     choice: dict[str, Any] = {
         "value_dim": value_dim,
         "more": more,
         "softcap": None if softcap is None else float(softcap),
         "scale": head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
-        "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and causal),
+        "alibi_aligned": size == degree or (transport in ("all_gather", "fetch") and shard.causal),
     }
     sample = torch.empty((0, heads, width), dtype=q.dtype, device=q.device)
     chosen = None if biased else kernels.choose(kernel, sample, alibi_slopes=None, **choice)
@@ -311,7 +310,7 @@ def _known_how(*given: Any) -> _How:
 
 
 def prepare_attention(
-    shard: wlb.Shard | wlb.ForestShard,
+    shard: wlb.Shard,
     *,
     rank: int,
     device: torch.device | str | int,

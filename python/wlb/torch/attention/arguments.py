@@ -18,21 +18,19 @@ Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
 
 def check_shard(shard: wlb.Shard, name: str = "shard") -> None:
     """Refuses anything but a shard of documents."""
-    if isinstance(shard, wlb.ForestShard):
+    check_any_shard(shard, name)
+    if shard.forest is not None:
         message = (
-            "is a wlb.ForestShard: this is for documents, whose tokens have one that comes next. Collate the samples "
-            "one by one (wt.collate) for layers that need it"
+            "is of a forest: this is for documents, whose tokens have one that comes next. Collate the samples one by "
+            "one (wt.collate) for layers that need it"
         )
         raise error(name, message, value=shard)
+
+
+def check_any_shard(shard: wlb.Shard, name: str = "shard") -> None:
+    """Refuses anything but a shard."""
     if not isinstance(shard, wlb.Shard):
         raise error(name, f"is a {type(shard).__name__}, not a wlb.Shard", value=shard)
-
-
-def check_any_shard(shard: wlb.Shard | wlb.ForestShard) -> None:
-    """Refuses anything but a shard of documents or of a forest."""
-    if not isinstance(shard, wlb.Shard | wlb.ForestShard):
-        name = type(shard).__name__
-        raise error("shard", f"is a {name}, not a wlb.Shard or a wlb.ForestShard", value=shard)
 
 
 def check_rank(rank: int, size: int) -> None:
@@ -52,7 +50,7 @@ def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def check_group(shard: wlb.Shard, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group and the group's size, which is the shard's."""
     check_any_shard(shard)
     rank, size = place(group)
@@ -60,7 +58,7 @@ def check_group(shard: wlb.Shard | wlb.ForestShard, group: dist.ProcessGroup | N
     return rank, size
 
 
-def check_size(shard: wlb.Shard | wlb.ForestShard, size: int) -> None:
+def check_size(shard: wlb.Shard, size: int) -> None:
     """Refuses a shard for a group of another size."""
     if size != shard.cp_size:
         found = "None: one process, or a group of 1" if size == 1 else f"a group of {size}"
@@ -96,7 +94,7 @@ def check_are_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise error(name, f"is {found}, not a tensor [tokens, heads, head_dim]", value=found)
 
 
-def check_tensors(q: Described, k: Described, v: Described, shard: wlb.Shard | wlb.ForestShard, rank: int) -> None:
+def check_tensors(q: Described, k: Described, v: Described, shard: wlb.Shard, rank: int) -> None:
     """Checks that tensors fit each other and this rank of the shard."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:

@@ -39,7 +39,7 @@ class _Prepared:
         self._next = itertools.count(1)
         self._lock = threading.Lock()
 
-    def add(self, shard: wlb.Shard | wlb.ForestShard) -> Tensor:
+    def add(self, shard: wlb.Shard) -> Tensor:
         """Keeps a shard; returns its number as an int64 tensor `[1]` on the CPU. Equal shards get equal numbers."""
         with self._lock:
             number = self._numbers.pop(shard, None) or next(self._next)

@@ -26,8 +26,6 @@ KEPT = 128
 recompute, and of the next step, which is prepared meanwhile. The cache compares shards by content. A backward holds its
 own plan, so it does not need the cache."""
 
-AnyShard = wlb.Shard | wlb.ForestShard
-
 Rows = slice | Tensor | None
 """Rows of a tensor: neighbouring rows (a slice), listed rows (an index), or all rows in order (None)."""
 
@@ -217,7 +215,7 @@ class KeysPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def keys_plan(
-    shard: AnyShard,
+    shard: wlb.Shard,
     rank: int,
     *,
     fetch: bool,
@@ -298,7 +296,7 @@ class HeadsPlan:
 
 @functools.lru_cache(maxsize=KEPT)
 def ring_plan(
-    shard: AnyShard,
+    shard: wlb.Shard,
     rank: int,
     *,
     degree: int,

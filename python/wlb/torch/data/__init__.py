@@ -12,10 +12,12 @@ from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents
 from wlb.torch.data.dynamic_cp import DynamicCpLoader, DynamicCpStep
-from wlb.torch.data.forest import ForestBatch, collate_forest, forest_step
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.ledger import Ledger
 from wlb.torch.data.loading import Loading, balanced_loader
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.processed import ProcessedRows
+from wlb.torch.data.round import round_step
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.step import Step, StepLoader
 from wlb.torch.data.stream import BalancedStream
@@ -34,11 +36,11 @@ __all__ = [
     "PackedBatch",
     "Piece",
     "ProcessedRows",
+    "RoundMean",
     "RowReader",
     "Step",
     "StepLoader",
     "balanced_loader",
     "collate",
-    "collate_forest",
-    "forest_step",
+    "round_step",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,10 +24,18 @@ from wlb.reading.documents import (
 from wlb.reading.packed import Run, joined, pack, whole_runs
 from wlb.reading.rows import RowReader
 from wlb.torch.data.batch import PackedBatch, count_positions, shared_rows
+from wlb.torch.data.forest import ForestBatch, check_planned, collate_samples
 
 
+@overload
+def collate(documents: Sequence[Document | Any], micro_batch: None = None, **options: Any) -> PackedBatch: ...
+@overload
+def collate(documents: Sequence[Document | Any], micro_batch: wlb.PrefixForest, **options: Any) -> ForestBatch: ...
+@overload
+def collate(documents: Sequence[Document | Any], micro_batch: wlb.MicroBatch, **options: Any) -> Any: ...
 def collate(
     documents: Sequence[Document | Any],
+    micro_batch: wlb.MicroBatch | wlb.PrefixForest | None = None,
     *,
     cp_rank: int = 0,
     cp_size: int = 1,
@@ -40,7 +48,7 @@ def collate(
     columns: Sequence[str] = (),
     labels_ahead: int = 1,
     **sharding: Any,
-) -> PackedBatch:
+) -> PackedBatch | ForestBatch:
     """Packs documents one after the other and keeps what this context-parallel rank computes.
 
     Labels are shifted in the whole sequence before it is sharded: every token predicts the next one of its document, on
@@ -48,12 +56,17 @@ def collate(
     piece (`Document.next_token`), so a cut changes only what tokens see. Tokens that are not to be learnt
     (`Document.labels`) are seen, and count in the plan, like all others.
 
+    With a forest, documents are its samples: each shared token is there once, and predicts every token that follows it
+    in some sample. Padding is a root of its own.
+
     Use it as the `collate_fn` of a `DataLoader`: `functools.partial(collate, cp_rank=..., cp_size=...)`.
 
     Args:
         documents: each is a `Document`; or bare token ids: array, tensor, bytes or sequence of integers, [n], n >= 1;
             or a mapping with `"input_ids"`, and maybe `"labels"` and other columns (`wlb.torch.RowReader` says what
             they mean). May be empty; the batch is then empty.
+        micro_batch: of a plan; the documents are then those of its `document_ids`, in their order. Or a
+            `wlb.PrefixForest`, with all its samples. None: documents without a plan.
         cp_rank: this rank in the context-parallel group.
         cp_size: ranks of that group.
         strategy: as in `wlb.shard`.
@@ -73,19 +86,46 @@ def collate(
             "adaptive", ...
 
     Returns:
-        The batch, in ordinary memory of the CPU.
+        The batch, in ordinary memory of the CPU: a `ForestBatch` with a forest, else a `PackedBatch`.
 
     Raises:
-        wlb.WlbError: An argument is invalid; names the document.
+        wlb.WlbError: An argument is invalid; names the document. Documents are not those of the micro-batch. With a
+            forest: tokens that the forest shares differ (names the sample and the token); a sample is a piece of a
+            document, or has columns, which nodes do not have; labels are not the tokens; `strategy`, `causal`,
+            `document_ids`, `token_buckets`, `max_documents`, `columns`, `labels_ahead` or further arguments are given.
 
     Complexity:
-        O(documents), and one copy of the tokens and columns of this rank.
+        O(documents), and one copy of the tokens and columns of this rank. With a forest O(tokens of all samples).
     """
+    if isinstance(micro_batch, wlb.PrefixForest) or (
+        isinstance(micro_batch, wlb.MicroBatch) and micro_batch.forest is not None
+    ):
+        only_documents = {
+            "strategy": strategy != "auto",
+            "causal": not causal,
+            "document_ids": document_ids is not None,
+            "token_buckets": len(token_buckets) > 0,
+            "max_documents": max_documents is not None,
+            "columns": len(columns) > 0,
+            "labels_ahead": labels_ahead != 1,
+            **dict.fromkeys(sharding, True),
+        }
+        for name in (name for name, given in only_documents.items() if given):
+            raise error(name, "is for documents: leave it out for the samples of a forest")
+        sizes: dict[str, Any] = {"cp_size": cp_size, "multiple_of_tokens": multiple_of_tokens}
+        return collate_samples(documents, micro_batch, cp_rank=cp_rank, **sizes)
+    if micro_batch is not None and not isinstance(micro_batch, wlb.MicroBatch):
+        kind = type(micro_batch).__name__
+        raise error("micro_batch", f"is a {kind}, not a wlb.MicroBatch or a wlb.PrefixForest", value=micro_batch)
     reader = RowReader(columns, labels_ahead)
     named: list[Document] = []
     for number, document in enumerate(documents):
         found = reader.documents(document, number, "documents", first_id=len(named))
         named += [as_arrays(part, "documents", number) for part in found]
+    lengths = np.array([document.tokens.size for document in named], np.int64)
+    if micro_batch is not None:
+        check_planned(lengths, micro_batch.lengths, " where the plan")
+        document_ids = micro_batch.document_ids if document_ids is None else document_ids
     if document_ids is None:
         ids = integers([document.id for document in named], "documents", "id")
     else:
@@ -98,9 +138,8 @@ def collate(
     if max_documents is not None and len(named) > max_documents:
         message = f"= {max_documents}: these are {len(named)} documents; give the packer the same limit"
         raise error("max_documents", message, value=max_documents)
-    lengths = np.array([document.tokens.size for document in named], np.int64)
     total = int(lengths.sum())
-    sizes: dict[str, Any] = {"multiple_of_tokens": multiple_of_tokens, "token_buckets": token_buckets}
+    sizes = {"multiple_of_tokens": multiple_of_tokens, "token_buckets": token_buckets}
     padding = padded_tokens(total, cp_size=cp_size, **sizes) - total
     if padding:
         lengths = np.append(lengths, padding)

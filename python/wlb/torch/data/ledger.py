@@ -127,13 +127,13 @@ class Ledger:
         self._last = step.number
 
     def _planned(self, step: _Step) -> dict[str, Any]:
-        """Fields from which the hash of the plan can be computed; none for Dynamic-CP, whose hash is the digest.
+        """Fields from which the hash of the plan can be computed; none if its digest is the hash (Dynamic-CP, forests).
 
         Raises:
             wlb.WlbError: The step has the micro-batches of another rank.
         """
         plan, indices = step.plan, getattr(step, "indices", None)
-        if not isinstance(plan, wlb.Packing) or indices is None:
+        if not isinstance(plan, wlb.Packing) or plan.forest is not None or indices is None:
             return {}
         dp_rank, dp_size = self._about["dp_rank"], self._about["dp_size"]
         deal = plan.deal(dp_size) if len(plan) % dp_size == 0 else np.empty((dp_size, 0), np.int64)

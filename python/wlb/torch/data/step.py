@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -14,13 +14,17 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 import wlb
-from wlb._errors import error
+from wlb._errors import check_integer, error
 from wlb._shown import explained
 from wlb.ledger import Pieces
+from wlb.reading.documents import Piece
 from wlb.reading.reader import StepReader
 from wlb.reading.state import Snapshot
 from wlb.torch.data.batch import PackedBatch
+from wlb.torch.data.collate import collate
 from wlb.torch.data.content import check_collated, fingerprint, warn_of_split_prompts
+from wlb.torch.data.dataset import Documents
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.sampler import BalancedBatchSampler
 from wlb.torch.data.thread import background_thread
 
@@ -36,22 +40,89 @@ class Step(Generic[T]):
         number: Global steps before this one, since the run began.
         epoch: Pass over the documents to which it belongs; 0 for a stream.
         packing: The plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
-            packer's own. For a forest (`forest_step`) its `wlb.ForestPlan`.
+            packer's own.
         indices: int64 [micro-batches of this rank]: their indices in the plan.
         micro_batches: In the order of `indices`, which suits a pipeline: the lightest are at both ends.
         planning_seconds: Time of planning.
         snapshot: Position of its loader after it: `state`, and its digest. None if the loader has no states.
         content: A hash of some documents of the data set, the same on every rank; None if it is not known.
+        mean: The mean over samples that the step of a round trains (`round_step`); None for the mean over labels.
     """
 
     number: int
     epoch: int
-    packing: wlb.Packing | wlb.ForestPlan
+    packing: wlb.Packing
     indices: NDArray[np.int64]
     micro_batches: list[T]
     planning_seconds: float = 0.0
     snapshot: Snapshot | None = None
     content: str | None = None
+    mean: RoundMean | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: wlb.Packing,
+        documents: Sequence[Any],
+        *,
+        number: int = 0,
+        dp_rank: int = 0,
+        dp_size: int | None = None,
+        **collating: Any,
+    ) -> Step[Any]:
+        """This rank's part of the step of a plan that you made, as `train_step` and `verify` take it.
+
+        Args:
+            plan: of `wlb.pack`, of documents or of a forest, the same on all ranks.
+            documents: all documents or samples of the plan, by their ids: anything with indices, such as a list of
+                what `collate` takes, or `wt.Documents`. Only those of this rank are read.
+            number: steps before this one, since the run began.
+            dp_rank: this rank among the data-parallel ranks.
+            dp_size: data-parallel ranks; None: the number for which the plan was made, or one.
+            **collating: arguments of `collate`: `cp_rank`, `cp_size`, `multiple_of_tokens`, ...
+
+        Returns:
+            The step; its `indices` are those of this rank's micro-batches in the plan (`plan.deal`). It has no `state`.
+
+        Raises:
+            wlb.WlbError: The number of documents is not the plan's; the plan is of several global batches; a rank does
+                not exist; ranks cannot have equally many micro-batches; and for what `collate` refuses.
+
+        Complexity:
+            O(tokens of this rank's documents).
+
+        Examples:
+            >>> import wlb, wlb.torch as wt
+            >>> samples = [[5, 6, 7, 1, 2], [5, 6, 7, 3], [8, 9], [8, 4]]
+            >>> forest = wlb.PrefixForest.from_tokens(sum(samples, []), [0, 5, 9, 11, 13])
+            >>> cost = wlb.CostModel(attention=1.0, linear=9.0)
+            >>> plan = wlb.pack(forest, num_micro_batches=2, max_tokens=8, cost_model=cost, dp_size=2)
+            >>> step = wt.Step.of(plan, samples, dp_rank=0)
+            >>> step.num_ranks, [batch.num_valid_tokens for batch in step.micro_batches]
+            (2, [7])
+        """
+        if not isinstance(plan, wlb.Packing):
+            raise error("plan", f"is a {type(plan).__name__}, not a wlb.Packing", value=plan)
+        if plan.global_batches != 1:
+            raise error("plan", f"is of {plan.global_batches} global batches: a step is one", value=plan.global_batches)
+        total = plan.assignment.size
+        if len(documents) != total:
+            message = f"are {len(documents)}, but the plan has {total}: give all, by their ids"
+            raise error("documents", message, value=len(documents))
+        if dp_size is None:
+            dp_size = plan.dp_size or 1
+        check_integer("dp_size", dp_size, minimum=1)
+        check_integer("dp_rank", dp_rank, minimum=0, maximum=dp_size - 1)
+        indices = plan.deal(dp_size)[dp_rank]
+        cut: Any = documents if isinstance(documents, Documents) else Documents(documents, argument="documents")
+        whole = plan.assignment >= 0
+        batches = []
+        for micro_batch in (plan[index] for index in indices.tolist()):
+            ids, starts, lengths = micro_batch.document_ids, micro_batch.starts, micro_batch.lengths
+            pieces = map(Piece, ids.tolist(), starts.tolist(), lengths.tolist())
+            rows = [documents[piece.document] if whole[piece.document] else cut[piece] for piece in pieces]
+            batches.append(collate(rows, micro_batch, **collating))
+        return cls(number, 0, plan, indices, batches)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -69,10 +140,6 @@ class Step(Generic[T]):
     @property
     def pieces(self) -> Pieces:
         """Pieces of documents that this rank trains, by the packer's ids; of a forest its samples, whole."""
-        if isinstance(self.packing, wlb.ForestPlan):
-            lengths = self.packing.forest.sample_lengths.astype(np.int64)
-            ids = [self.packing[index].sample_ids for index in self.indices.tolist()]
-            return Pieces.of(ids, [np.zeros_like(of) for of in ids], [lengths[of] for of in ids])
         mine = [self.packing[index] for index in self.indices.tolist()]
         return Pieces.of(
             [part.document_ids for part in mine], [part.starts for part in mine], [part.lengths for part in mine]
@@ -95,7 +162,7 @@ class Step(Generic[T]):
         return len(self.packing) // max(len(self.indices), 1) * cp_size
 
     @property
-    def plan(self) -> wlb.Packing | wlb.ForestPlan:
+    def plan(self) -> wlb.Packing:
         """The packing, under its name in a `DynamicCpStep`."""
         return self.packing
 

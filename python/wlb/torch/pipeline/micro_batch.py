@@ -74,16 +74,15 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
         for name, value in micro_batch.kwargs.items():
             if isinstance(value, wlb.RankShard) and value.num_tokens != tokens:
                 raise refuse(f"has {tokens} tokens, but its {name} has {value.num_tokens}", value.num_tokens)
-            if isinstance(value, wlb.Shard | wlb.ForestShard) and tokens not in value.tokens_per_rank:
+            if isinstance(value, wlb.Shard) and tokens not in value.tokens_per_rank:
                 counts = value.tokens_per_rank.tolist()
                 raise refuse(f"has {tokens} tokens, but its {name} gives the ranks {counts}", counts)
 
 
 def has_forest(micro_batches: Sequence[PipelineMicroBatch]) -> bool:
     """Whether some of them are of a forest, as far as their arguments show."""
-    of_forest = wlb.ForestShard | wlb.ForestRankShard | ForestBatch
     return any(
-        isinstance(value, of_forest)
+        isinstance(value, ForestBatch) or (isinstance(value, wlb.Shard | wlb.RankShard) and value.forest is not None)
         for micro_batch in micro_batches
         for value in (*micro_batch.args, micro_batch.target, *micro_batch.kwargs.values())
     )

@@ -98,8 +98,9 @@ def verify(
     Args:
         model: the outermost wrapper, as it is trained. Or the pipeline stages of this rank, ascending
             (`VarlenPipelineStage`); they need `train` and `alone`.
-        step: what the loader gave, or `forest_step`: then each sample of the forest is a document. The model is called
-            with a `ForestBatch` in training, and with a `PackedBatch` of one sample alone.
+        step: what the loader gave, or `Step.of`. Each sample of a forest is a document. The model is called
+            with a `ForestBatch` in training, and with a `PackedBatch` of one sample alone. Or `round_step`: then the
+            reference is the mean over samples that the step means, counted from its definition.
         train: runs forward and backward of a step, as you train it, without the optimizer. Returns the mean loss of the
             step, or None. Default: `train_step(model, step, group=group, accelerator=accelerator)`.
         evaluate: returns the mean loss of a step, as you evaluate.

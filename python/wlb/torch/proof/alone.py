@@ -80,7 +80,8 @@ class Model:
         # Ranks meet in every run where parameters or experts are shared out.
         documents += [teaching_nothing(documents[0])] * (-len(documents) % self._ranks.size)
         with self._summed():
-            total = sum(self._run(each, 1 / labels) for each in documents[self._ranks.rank :: self._ranks.size])
+            mine = documents[self._ranks.rank :: self._ranks.size]
+            total = sum(self._run(each, 1 / labels if each.share is None else each.share) for each in mine)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         if not self.sharded:
             self._ranks.add_up(found)

@@ -11,9 +11,9 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import wlb
 from wlb._errors import error
 from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
 from wlb.torch.lazy import dtensor, fsdp1, local
@@ -51,27 +51,18 @@ class Check:
 def documents(step: AnyStep, ranks: Ranks) -> Check:
     """Compares the documents of all ranks with the plan. Each part of the step must be on one rank."""
     if isinstance(step, DynamicCpStep):
-        planned = [group.lengths for group in step.groups]
-    elif isinstance(step.packing, wlb.ForestPlan):
-        return _check_documents(step, ranks, _other_samples(step, step.packing))
+        planned: list[Any] = list(step.groups)
     else:
-        packing = step.packing
-        planned = [packing[index].lengths for index in step.indices.tolist()]
+        planned = [step.packing[index] for index in step.indices.tolist()]
     batches: list[Any] = list(step.micro_batches)
     wrong = abs(len(batches) - len(planned))
-    for lengths, batch in zip(planned, batches, strict=False):
-        wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], lengths)
+    for part, batch in zip(planned, batches, strict=False):
+        if isinstance(batch, ForestBatch):
+            same = np.array_equal(batch.document_ids.cpu().numpy(), part.document_ids)
+            wrong += not same or batch.shard.num_tokens < part.tokens
+        else:
+            wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], part.lengths)
     return _check_documents(step, ranks, wrong)
-
-
-def _other_samples(step: Step[Any], plan: wlb.ForestPlan) -> int:
-    """Micro-batches that hold other samples of a forest than planned."""
-    wrong = abs(len(step.micro_batches) - len(step.indices))
-    for index, batch in zip(step.indices.tolist(), step.micro_batches, strict=False):
-        planned = plan[index]
-        same = np.array_equal(batch.sample_ids.cpu().numpy(), planned.sample_ids)
-        wrong += not same or batch.shard.num_tokens < planned.unique_tokens
-    return wrong
 
 
 def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:

@@ -80,6 +80,9 @@ _LOOP = (
     "the loss is not that of the batch's labels (shifted twice or not at all, masks left out: take the batch's labels, "
     "which are shifted), micro-batches are left out, or `alone` does not call the model as the loop does{}"
 )
+_WEIGHED = (
+    ", or losses are not multiplied by batch.columns['loss_weights'], which make the mean over {}s that the step means"
+)
 _DIVIDED = (
     ", or positions are those of a context-parallel rank's part, or attention knows other ranks than those that share "
     "the micro-batch (give it the batch's position_ids and group)"
@@ -285,7 +288,8 @@ class Experiments:
         factor = self._factor(whole, expected)
         scaled = Outcome(whole.loss, [each / factor for each in whole.gradients]) if factor > 0 else whole
         if factor > 0 and self._apart(scaled, expected).gradients <= allowed < apart.gradients:
-            return _divisor(factor, self.ranks.size)
+            text = _divisor(factor, self.ranks.size)
+            return text + (". Or give round_step `averaged_over`, by what the loop divides" if self.short.mean else "")
         if apart.gradients <= allowed:
             return (
                 f"has a loss of {whole.loss:.6g} where its documents alone have {expected.loss:.6g}, "
@@ -295,7 +299,8 @@ class Experiments:
         rows = self._rows_of_their_own(whole)
         if self._apart(rows, expected).gradients <= allowed:
             return _COMPANY.format("each in a row of its own", apart.most, apart.where)
-        text = _LOOP.format(_DIVIDED if self.short.divided else "")
+        weighed = _WEIGHED.format(self.short.mean) if self.short.mean else ""
+        text = _LOOP.format(weighed + (_DIVIDED if self.short.divided else ""))
         return _RANKS.format(apart.most, apart.where, text)
 
     def _own(self, whole: Outcome, expected: Outcome) -> Check:

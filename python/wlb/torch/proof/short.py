@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
-from wlb.reading.documents import IGNORE
+from wlb.reading.documents import IGNORE, WEIGHTS
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.dynamic_cp import DynamicCpStep
+from wlb.torch.data.mean import RoundMean
 from wlb.torch.data.step import Step
 from wlb.torch.proof.ranks import Ranks
 
@@ -38,11 +39,13 @@ class Document:
         tokens: int64 [tokens].
         labels: int64 [tokens]: what each token predicts, or IGNORE.
         columns: Further values of each token by name, [..., tokens]. A document's own position ids are one of them.
+        share: What the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
     """
 
     tokens: Tensor
     labels: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    share: float | None = None
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -75,7 +78,7 @@ class Row:
     """
 
     documents: tuple[Document, ...]
-    shard: wlb.Shard | wlb.ForestShard
+    shard: wlb.Shard
     first: int
     paths: tuple[Tensor, ...] = ()
 
@@ -136,9 +139,18 @@ class Short:
             for document, (*_, goes_on) in zip(documents, cuts[key], strict=True):
                 if not goes_on:
                     document.labels[-1:] = IGNORE
+        expected: Mapping[Key, Sequence[Document]] = self.documents
+        self.mean = ""
+        """Over what the step of a round takes its mean; empty for other steps."""
+        if isinstance(step, Step) and step.mean is not None:
+            self.mean = step.mean.mean
+            samples = {
+                key: _numbers(step, key)[np.searchsorted(np.cumsum(lengths[key]), starts, side="right")]
+                for key, starts in {key: [start for start, *_ in cuts[key]] for key in self.documents}.items()
+            }
+            expected, self.documents = _of_round(self.documents, samples, step.mean)
         self.rows = [
-            Row(tuple(documents), self._shard(key, documents), self._first[key])
-            for key, documents in self.documents.items()
+            Row(tuple(documents), self._shard(key, documents), self._first[key]) for key, documents in expected.items()
         ]
         self._step = _of(self.documents, step, [key for key, _ in self._mine]) if is_cut else step
         self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
@@ -243,6 +255,13 @@ def _of(documents: Mapping[Key, Sequence[Document]], step: Any, mine: Sequence[K
     places = {key: place for place, key in enumerate(documents)}
     result: Step[Any] = replace(step, packing=packing, indices=np.array([places[key] for key in mine], np.int64))
     return result
+
+
+def _numbers(step: Step[Any], key: Key) -> NDArray[np.int64]:
+    """Numbers in their round of the samples of a micro-batch."""
+    packing: Any = step.packing
+    numbers: NDArray[np.int64] = packing[key[1]].document_ids
+    return numbers
 
 
 def longest_of(step: Any) -> int:
@@ -352,3 +371,44 @@ def _filled_in(document: Document, places: Tensor, part: Document) -> Document:
         columns.setdefault(name, values.new_zeros(*values.shape[:-1], len(document)))[..., places] = values
     document.tokens[places], document.labels[places] = part.tokens, part.labels
     return replace(document, columns=columns)
+
+
+def _of_round(
+    documents: Mapping[Key, Sequence[Document]], samples: Mapping[Key, NDArray[np.int64]], mean: RoundMean
+) -> tuple[dict[Key, list[Document]], dict[Key, list[Document]]]:
+    """Samples of a round as the reference runs them, and as the loop gets them.
+
+    The reference has their shares in the mean, counted here from its definition. The loop has the weights of a plan of
+    the short samples (`RoundPlan.weights`), in the column that `round_step` writes.
+
+    Args:
+        documents: short samples of each micro-batch.
+        samples: number of each in the round.
+        mean: what the step trains.
+    """
+    named = [(key, each, int(of)) for key in documents for each, of in zip(documents[key], samples[key], strict=True)]
+    labels = [each.num_labels for _, each, _ in named]
+    groups = [int(mean.groups[of]) for *_, of in named]
+    parts: list[int] = {"token": [0] * len(named), "sample": [*range(len(named))], "prompt": groups}[mean.mean]
+    of_part: dict[int, int] = {}
+    for part, count in zip(parts, labels, strict=True):
+        of_part[part] = of_part.get(part, 0) + count
+    counted = sum(1 for count in of_part.values() if count or mean.count_empty)
+
+    sizes = [len(each) for _, each, _ in named]
+    plan = wlb.rl.plan(sizes, dp_size=1, max_tokens=sum(sizes), costs=np.ones(len(sizes)), groups=groups)
+    weighs = RoundMean.of(
+        plan, np.array(labels), mean.mean, averaged_over=mean.averaged_over, count_empty=mean.count_empty
+    )
+    expected: dict[Key, list[Document]] = {key: [] for key in documents}
+    given: dict[Key, list[Document]] = {key: [] for key in documents}
+    for (key, each, of), part, weight in zip(named, parts, weighs.weights.tolist(), strict=True):
+        columns = dict(each.columns)
+        own = columns.pop(WEIGHTS) / max(float(np.float32(mean.weights[of])), np.finfo(np.float32).tiny)
+        share = 1 / (counted * of_part[part]) if of_part[part] else 0.0
+        weighted = own * weight if mean.weights[of] else torch.zeros_like(own)
+        given[key].append(replace(each, columns=columns | {WEIGHTS: weighted}))
+        if not torch.allclose(own, torch.ones_like(own)):
+            columns[WEIGHTS] = own
+        expected[key].append(replace(each, columns=columns, share=share))
+    return expected, given

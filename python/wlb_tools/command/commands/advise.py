@@ -54,9 +54,9 @@ def advise(
         )
     if cluster.cost_file is not None:
         raise CliError("--cost-model: costs are fitted to the cluster, or are the trainer's own; leave this out")
-    run = cluster.read()
-    scenario = run.scenario(chosen=True)
     entry = ENTRIES.get(trainer)
+    run = cluster.read(data_parallel=entry is not None and entry.data_parallel)
+    scenario = run.scenario(chosen=True)
     if entry is not None:
         entry.check(trainer, scenario)
     with output.progress() as bars:

@@ -33,6 +33,9 @@ PAPER: dict[str, Any] = {
 }
 """The paper's layout for a 7B model with 128K tokens of context: what stands where nothing is given."""
 
+_SHARDED: dict[str, Any] = {"tp": 1, "cp": 1, "pp": 1, "fsdp": "zero3", "recompute": "full"}
+"""What stands there instead for trainers that do not divide the model: FSDP over all GPUs."""
+
 _FIELDS = {
     "model_name": "model",
     "cost_file": "cost_model",
@@ -85,8 +88,12 @@ class Cluster(Cost, Limits, Delay):
     global_batch: Annotated[GlobalBatch | None, BATCHES, GlobalBatchSize] = None
     num_queues: Annotated[NonNegativeInt, WAITING] = 2
 
-    def read(self) -> Described:
+    def read(self, *, data_parallel: bool = False) -> Described:
         """The settings of the launch file and of the options; says on stderr what was taken of a file.
+
+        Args:
+            data_parallel: whether the trainer divides only data, so that where nothing says how the model is laid out,
+                it is sharded over all GPUs, as many as the paper has.
 
         Raises:
             CliError: a file cannot be read, or a `--set` names no value.
@@ -107,6 +114,9 @@ class Cluster(Cost, Limits, Delay):
         for name, value in (typed | changes).items():
             said.add(name)
             _put(data, name, value)
+        if data_parallel and not any(name.split(".")[0] == "layout" for name in said):
+            data["layout"] = dict(_SHARDED)
+            data["gpus"] = data.get("gpus") or math.prod(PAPER["layout"].values())
         if "layout" in data and "layout.dp" not in said and data.get("gpus"):
             others = math.prod(_whole(data["layout"].get(axis, 1)) for axis in ("tp", "cp", "pp"))
             if others and data["gpus"] % others == 0:
@@ -180,10 +190,13 @@ class Described:
         """A sentence about what neither a file nor the command line gives, if it decides the answer; else nothing."""
         layout = self.data["layout"]
         sizes = " ".join(setting(axis, layout[axis]) for axis in ("tp", "cp", "pp", "dp"))
-        laid_out = self.gpus is not None or any(name.startswith("layout.") for name in self.said)
+        said = any(name.split(".")[0] == "layout" for name in self.said)
+        laid_out = self.gpus is not None or said
+        sharded = " ".join(f"--set layout.{name}={layout[name]}" for name in ("fsdp", "recompute") if name in layout)
         parts = {
             f"--model {self.model_name}": "model" in self.said,
             sizes: laid_out,
+            sharded: said or not sharded,
             f"--gpu {self.data['gpu']}": laid_out or bool(self.said & {"gpu", "hardware"}),
             f"--context {self.context}": "context" in self.said,
         }

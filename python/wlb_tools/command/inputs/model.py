@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -83,7 +82,7 @@ class Cost(Options):
     multi_token_prediction: MultiTokenPrediction = False
     cost_file: Path | None = None
     gpu: Annotated[str, Parameter(help=f"Kind of GPU: {', '.join(gpus())}.")] = "h100"
-    attention_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lt=math.inf))] = None
+    attention_efficiency: Annotated[float | None, Parameter(validator=validators.Number(gte=0.01, lte=10))] = None
 
     def preset(self) -> wlb_tools.Hardware:
         """The GPU by its name."""

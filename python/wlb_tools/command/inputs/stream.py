@@ -55,6 +55,11 @@ def trainer_named(text: str) -> Trainer:
     for found in get_args(Trainer):
         if plain in (found, f"{found}core", f"{found}lm"):
             return found
+    if plain in ("grain", "jax", "maxtext"):
+        raise CliError(
+            f"--trainer {text}: it takes a wlb.Packer of your own (docs/trainers/grain.md); give --trainer loop, which"
+            " writes one"
+        )
     raise CliError(f"--trainer {text}: must be one of {', '.join(get_args(Trainer))}")
 
 

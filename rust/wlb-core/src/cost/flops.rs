@@ -94,6 +94,14 @@ impl CostModel {
                 return Err(Error::Number { argument, value, requirement: "must be a finite number above 0" });
             }
         }
+        if options.attention_efficiency > 10.0 {
+            let requirement = "must be at most 10: it is a ratio of two rates, such as 0.55, not a percentage";
+            return Err(Error::Number {
+                argument: "attention_efficiency",
+                value: options.attention_efficiency,
+                requirement,
+            });
+        }
         let [hidden, ffn, layers, heads, kv_heads, head_dim, vocabulary, experts] = sizes.map(|(_, size)| size as f64);
         let ffn_matrices = if options.gated_ffn { 3.0 } else { 2.0 };
         let attention_parameters = 2.0 * hidden * heads * head_dim + 2.0 * hidden * kv_heads * head_dim;

@@ -265,7 +265,7 @@ impl PrefixForest {
 
     /// Position after the last token of a node.
     #[inline]
-    pub(super) fn node_end(&self, node: usize) -> i32 {
+    pub(crate) fn node_end(&self, node: usize) -> i32 {
         self.starts[node] + self.lengths[node]
     }
 
@@ -278,6 +278,33 @@ impl PrefixForest {
     /// Number of tokens of each sample.
     pub fn sample_lengths(&self) -> Vec<i32> {
         (0..self.num_samples()).map(|sample| self.sample_length(sample)).collect()
+    }
+
+    /// Place of each sample's tokens, sample by sample, if the nodes lie one after the other in their order.
+    ///
+    /// # Complexity
+    /// O(tokens of all samples).
+    pub fn token_indices(&self) -> Vec<i64> {
+        let mut begins = vec![0; self.num_nodes()];
+        let mut total = 0;
+        for &node in &self.order {
+            begins[node as usize] = total;
+            total += i64::from(self.lengths[node as usize]);
+        }
+        let mut indices = vec![0; self.raw_tokens() as usize];
+        let mut rest = &mut indices[..];
+        for &end in &self.ends {
+            let (own, others) = rest.split_at_mut(self.node_end(end as usize) as usize);
+            rest = others;
+            let mut node = end;
+            while node != NONE {
+                let (at, start) = (node as usize, self.starts[node as usize] as usize);
+                let run = &mut own[start..start + self.lengths[at] as usize];
+                run.iter_mut().zip(begins[at]..).for_each(|(index, place)| *index = place);
+                node = self.parents[at];
+            }
+        }
+        indices
     }
 
     /// Whether any token is shared.
@@ -311,6 +338,14 @@ impl PrefixForest {
         }
         found.sort_unstable_by_key(|&node| self.places[node as usize]);
         found
+    }
+
+    /// Number of tokens of the nodes of some samples.
+    ///
+    /// # Complexity
+    /// O(k log k) for `k` nodes.
+    pub fn tokens_of(&self, samples: &[u32]) -> i64 {
+        self.nodes_of(samples).into_iter().map(|node| i64::from(self.lengths[node as usize])).sum()
     }
 
     /// The forest of some samples, with its nodes in memory order.
@@ -348,7 +383,7 @@ impl PrefixForest {
         digest.finish()
     }
 
-    pub(super) fn add_to(&self, digest: &mut Digest) {
+    pub(crate) fn add_to(&self, digest: &mut Digest) {
         for values in [&self.parents, &self.lengths, &self.ends] {
             digest.add(&(values.len() as u64).to_le_bytes());
             values.iter().for_each(|value| digest.add(&value.to_le_bytes()));
@@ -370,7 +405,7 @@ impl PrefixForest {
     }
 
     /// Checks a forest that was read from a file.
-    pub(super) fn checked(self) -> Result<Self> {
+    pub(crate) fn checked(self) -> Result<Self> {
         let wide = |values: &[i32]| values.iter().map(|&value| i64::from(value)).collect::<Vec<i64>>();
         let (parents, ends) = (wide(&self.parents), wide(&self.ends));
         Lengths::new("lengths", &wide(&self.lengths))

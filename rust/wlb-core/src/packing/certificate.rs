@@ -100,6 +100,11 @@ impl Certificate {
         Self { basis: Basis::Given(rows), ..Self::default() }
     }
 
+    /// A bound that is known, without its inputs.
+    pub(crate) fn of_bound(bound: f64) -> Self {
+        Self { bound: Some(bound).into(), ..Self::default() }
+    }
+
     /// The cost model; `None` if documents brought their own costs.
     pub(crate) fn model(&self) -> Option<&CostModel> {
         if let Basis::Model(model) = &self.basis { Some(model) } else { None }

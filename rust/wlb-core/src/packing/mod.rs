@@ -23,7 +23,6 @@ pub use certificate::Certificate;
 pub use columns::Columns;
 pub(crate) use deal::{deal, light_ends};
 pub use options::{Leftover, Method, PackOptions, Ranks, Sync, Together};
-pub(crate) use over_mean::over_mean;
 pub use pack::{pack, pack_whole};
 pub use padding::Padding;
 pub use piece::Piece;

@@ -119,6 +119,7 @@ impl Placement {
             columns: None,
             ranks: None,
             padding: None,
+            forest: None,
             certificate: Certificate::default(),
         }
     }
@@ -210,6 +211,7 @@ impl Cuts {
             columns,
             ranks: None,
             padding: None,
+            forest: None,
             certificate,
         }
     }

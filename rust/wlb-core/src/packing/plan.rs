@@ -1,12 +1,14 @@
 //! A packing: plain data that can be printed, hashed, saved and sent.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cost::CostModel;
 use crate::digest::Digest;
 use crate::error::{Error, Result, from_json};
+use crate::forest::PrefixForest;
 
 use super::certificate::{Bins, Certificate, raised};
 use super::columns::Columns;
@@ -19,7 +21,7 @@ use super::piece::Piece;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Packing {
-    /// Method that made the packing; `None` for an assignment that was made elsewhere.
+    /// Method that made the packing; `None` for a forest, and for an assignment that was made elsewhere.
     pub method: Option<Method>,
     /// Most tokens that a micro-batch was allowed.
     pub max_tokens: i32,
@@ -31,7 +33,7 @@ pub struct Packing {
     pub offsets: Vec<usize>,
     /// Micro-batch of each document; -1 for a document that is not whole in one micro-batch.
     pub assignment: Vec<i32>,
-    /// Tokens of each micro-batch.
+    /// Tokens of each micro-batch; of a forest those of its nodes, each shared token once.
     pub tokens: Vec<i64>,
     /// Cost of each micro-batch: the cost of an empty one plus its documents', summed in the order in which they were
     /// placed.
@@ -52,6 +54,9 @@ pub struct Packing {
     /// Padding of the micro-batches, if any; `max_tokens` is then the largest padded size.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub padding: Option<Padding>,
+    /// The forest whose samples are the documents, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub forest: Option<Arc<PrefixForest>>,
     /// The inputs of the lower bound.
     #[serde(rename = "lower_bound", default, skip_serializing_if = "Certificate::is_unknown")]
     pub certificate: Certificate,
@@ -79,6 +84,11 @@ impl Packing {
         self.tokens.iter().map(padded).collect()
     }
 
+    /// The documents of micro-batch `j`, as samples of a forest.
+    pub fn samples(&self, micro_batch: usize) -> Vec<u32> {
+        self.micro_batch(micro_batch).iter().map(|piece| piece.id as u32).collect()
+    }
+
     /// Tokens of all micro-batches.
     pub fn num_tokens(&self) -> i64 {
         self.tokens.iter().sum()
@@ -94,17 +104,25 @@ impl Packing {
         self.costs.iter().copied().fold(0.0, f64::max)
     }
 
-    /// Time of a step: the heaviest micro-batch; with several columns, the sum over columns of the heaviest in each.
+    /// Time of a step: the heaviest rank, or the sum of the heaviest micro-batch of each round, as the ranks of the
+    /// packing wait for each other; without ranks the heaviest micro-batch. With several columns, the sum over columns
+    /// of the heaviest micro-batch in each.
     pub fn step_cost(&self) -> f64 {
+        self.ranks.map_or_else(|| self.heaviest(), |ranks| ranks.step_cost(&self.costs))
+    }
+
+    /// Cost of the heaviest micro-batch; with several columns, the sum over columns of the heaviest in each.
+    fn heaviest(&self) -> f64 {
         self.columns.as_ref().map_or_else(|| self.max_cost(), Columns::step_cost)
     }
 
-    /// `step cost * N / total cost`: how much longer a step takes than with perfect balance. 1 if nothing is placed.
+    /// Heaviest micro-batch over the mean: how uneven micro-batches are, whatever ranks they are on. With several
+    /// columns, the sum over columns of the heaviest in each. 1 if nothing is placed.
     pub fn imbalance(&self) -> f64 {
         if self.pieces.is_empty() {
             return 1.0;
         }
-        over_mean(self.step_cost(), self.num_micro_batches(), self.total_cost())
+        over_mean(self.heaviest(), self.num_micro_batches(), self.total_cost())
     }
 
     /// Time of a step over the time if all ranks were equal. The ranks wait as the packing was made for: the step takes
@@ -118,19 +136,23 @@ impl Packing {
     }
 
     /// A lower bound on [`Packing::step_cost`], for any packing of the placed pieces into as many micro-batches of
-    /// `max_tokens`.
+    /// `max_tokens` on as many ranks.
     ///
     /// # Complexity
     /// O(n log n) for `n` pieces at the first call.
     pub fn lower_bound(&self) -> f64 {
         let known = &self.certificate.bound;
         known.get().unwrap_or_else(|| {
-            let bound = self.bound();
+            let heaviest = self.bound();
+            let bound = self
+                .ranks
+                .map_or(heaviest, |ranks| heaviest.max(self.total_cost() / ranks.dp_size as f64).min(self.step_cost()));
             known.set(bound);
             bound
         })
     }
 
+    /// A lower bound on the heaviest micro-batch.
     fn bound(&self) -> f64 {
         if let Some(columns) = &self.columns {
             let of = |column| {
@@ -161,7 +183,8 @@ impl Packing {
         if total > 0 { most as f64 * self.num_micro_batches() as f64 / total as f64 } else { 1.0 }
     }
 
-    /// A hash of the place of every token: equal on two ranks if and only if their plans are equal.
+    /// A hash of the place of every token: equal on two ranks if and only if their plans are equal. The packing of a
+    /// forest that shares nothing has the hash of the packing of its samples.
     ///
     /// # Complexity
     /// O(pieces), BLAKE3.
@@ -175,6 +198,9 @@ impl Packing {
             digest.add(&piece.id.to_le_bytes());
             digest.add(&piece.start.to_le_bytes());
             digest.add(&piece.length.to_le_bytes());
+        }
+        if let Some(forest) = self.forest.as_ref().filter(|forest| forest.shares()) {
+            forest.add_to(&mut digest);
         }
         digest.finish()
     }
@@ -191,13 +217,28 @@ impl Packing {
     /// # Errors
     /// [`Error::State`] for anything else.
     pub fn from_json(json: &str) -> Result<Self> {
-        let packing: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        let mut packing: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        if let Some(forest) = &mut packing.forest {
+            *forest = Arc::new(PrefixForest::clone(forest).checked()?);
+        }
         let micro_batches = packing.tokens.len();
         let is_part =
             |piece: &Piece| piece.start >= 0 && piece.length > 0 && piece.start.checked_add(piece.length).is_some();
         let counted = |j: usize| {
-            let tokens: i64 = packing.micro_batch(j).iter().map(|piece| i64::from(piece.length)).sum();
+            let tokens = match &packing.forest {
+                Some(forest) => forest.tokens_of(&packing.samples(j)),
+                None => packing.micro_batch(j).iter().map(|piece| i64::from(piece.length)).sum(),
+            };
             packing.tokens[j] == tokens && tokens <= i64::from(packing.max_tokens)
+        };
+        let whole = |forest: &PrefixForest| {
+            let mut seen = vec![false; forest.num_samples()];
+            let mut once = |piece: &Piece| {
+                let seen = usize::try_from(piece.id).ok().and_then(|id| seen.get_mut(id));
+                seen.is_some_and(|seen| !std::mem::replace(seen, true))
+                    && (piece.start, piece.length) == (0, forest.sample_length(piece.id as usize))
+            };
+            packing.pieces.len() == forest.num_samples() && packing.pieces.iter().all(&mut once)
         };
         let exists = |&j: &i32| j == -1 || usize::try_from(j).is_ok_and(|j| j < micro_batches);
         let fits = micro_batches > 0
@@ -209,6 +250,7 @@ impl Packing {
             && packing.global_batches > 0
             && micro_batches.is_multiple_of(packing.global_batches)
             && packing.pieces.iter().chain(&packing.leftover).all(is_part)
+            && packing.forest.as_ref().is_none_or(|forest| whole(forest))
             && (0..micro_batches).all(counted)
             && packing.columns.as_ref().is_none_or(|columns| columns.fit(micro_batches))
             && packing

@@ -6,7 +6,7 @@ use super::options::Strategy;
 use super::shard::{Segment, Shard};
 
 /// A receiver of runs: a shard, or a clock that only computes the time of one.
-pub(crate) trait Ranks {
+pub(super) trait Ranks {
     fn cp_size(&self) -> usize;
 
     /// Gives a run of a document to a rank. The rank has its runs of earlier tokens already. The run may be empty.
@@ -88,7 +88,7 @@ impl Builder {
 
     pub(super) fn finish(self, strategy: Strategy, mask: Mask) -> Shard {
         let Self { lengths, document_starts, ranks } = self;
-        Shard { strategy, mask, lengths, document_starts, ranks }
+        Shard { strategy, mask, lengths, document_starts, ranks, forest: None }
     }
 }
 

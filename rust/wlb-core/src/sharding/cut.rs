@@ -1,11 +1,11 @@
 //! Cuts one micro-batch by the strategy of the options.
 
-use crate::error::{Error, Result, check_range};
+use crate::error::{Result, check_range};
 use crate::lengths::Lengths;
 use crate::limits::MAX_TOKENS;
 
 use super::builder::Builder;
-use super::options::{ShardOptions, Strategy, check_size, wrong};
+use super::options::{ShardOptions, Strategy, check_imbalance, check_size, wrong};
 use super::shard::Shard;
 use super::{auto, hybrid, per_document, per_sequence};
 
@@ -49,10 +49,7 @@ pub fn shard(lengths: &Lengths, options: &ShardOptions) -> Result<Shard> {
     if hybrid_threshold.is_some() != (strategy == Strategy::Hybrid) {
         return wrong("hybrid_threshold", "strategy=\"hybrid\" needs it or a kernel_model, and no other takes it");
     }
-    if !(max_imbalance.is_finite() && max_imbalance >= 1.0) {
-        let requirement = "must be a finite number, 1 or above";
-        return Err(Error::Number { argument: "max_imbalance", value: max_imbalance, requirement });
-    }
+    check_imbalance(max_imbalance)?;
     let mut builder = match strategy {
         Strategy::Auto => Builder::empty(lengths, cp_size),
         _ => Builder::new(lengths, cp_size),

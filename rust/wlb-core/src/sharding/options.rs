@@ -57,6 +57,15 @@ pub(super) fn check_size(lengths: &Lengths, cp_size: usize) -> Result<()> {
     Ok(())
 }
 
+/// Checks the most pairs of a rank over the mean.
+pub(crate) fn check_imbalance(max_imbalance: f64) -> Result<()> {
+    if max_imbalance.is_finite() && max_imbalance >= 1.0 {
+        return Ok(());
+    }
+    let requirement = "must be a finite number, 1 or above";
+    Err(Error::Number { argument: "max_imbalance", value: max_imbalance, requirement })
+}
+
 /// The error for an option that contradicts another.
 pub(super) fn wrong<T>(argument: &'static str, requirement: &'static str) -> Result<T> {
     Err(Error::Combination { argument, requirement })

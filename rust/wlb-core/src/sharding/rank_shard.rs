@@ -17,10 +17,13 @@ pub struct RankShard {
     pub cu_seqlens_q: Vec<i32>,
     /// First key of each segment if the keys of all segments are copied one after the other, and at the end their
     /// number.
-    pub cu_seqlens_k: Vec<i32>,
-    /// First key of each segment in the packed sequence. Under a causal mask a segment's keys are its document up to
-    /// the segment's end; under a full mask, the whole document.
+    pub cu_seqlens_k: Vec<i64>,
+    /// First token of each segment's document (of a forest, its node) in the packed sequence. Without a forest it is
+    /// the segment's first key: under a causal mask the keys are the document up to the segment's end; under a full
+    /// mask, the whole document. [`Shard::intervals`] has the keys in both cases.
     pub k_starts: Vec<i32>,
+    /// Position of each segment's first token.
+    pub positions: Vec<i32>,
     /// Tokens of the longest segment.
     pub max_seqlen_q: i32,
     /// Keys of the segment with the most keys.
@@ -31,8 +34,8 @@ impl Shard {
     /// The arrays of one rank.
     ///
     /// # Errors
-    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when all segments together have
-    /// more keys than int32 `cu_seqlens_k` can count.
+    /// [`Error::OutOfRange`] for a rank that does not exist, [`Error::TotalTooLong`] when all segments of documents
+    /// together have more keys than int32 can count. (Keys that samples of a forest share need not be copied.)
     ///
     /// # Complexity
     /// O(segments of all ranks).
@@ -44,6 +47,7 @@ impl Shard {
             cu_seqlens_q: Vec::with_capacity(segments.len() + 1),
             cu_seqlens_k: Vec::with_capacity(segments.len() + 1),
             k_starts: Vec::with_capacity(segments.len()),
+            positions: Vec::with_capacity(segments.len()),
             max_seqlen_q: 0,
             max_seqlen_k: 0,
         };
@@ -55,12 +59,13 @@ impl Shard {
             queries += segment.length;
             keys += i64::from(segment_keys);
             found.cu_seqlens_q.push(queries);
-            found.cu_seqlens_k.push(keys as i32);
+            found.cu_seqlens_k.push(keys);
             found.k_starts.push(self.document_starts[segment.document as usize]);
+            found.positions.push(self.position(segment));
             found.max_seqlen_q = found.max_seqlen_q.max(segment.length);
             found.max_seqlen_k = found.max_seqlen_k.max(segment_keys);
         }
-        if keys > MAX_TOKENS {
+        if keys > MAX_TOKENS && self.forest.is_none() {
             return Err(Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
         }
         found.num_tokens = queries as usize;
@@ -107,12 +112,12 @@ impl RankShard {
         write_out(self.segments.iter().zip(&self.k_starts).map(|(segment, start)| (segment, start + segment.start)))
     }
 
-    /// Place of each of the rank's tokens in its document.
+    /// Position of each of the rank's tokens.
     ///
     /// # Complexity
     /// O(tokens of the rank).
     pub fn position_ids(&self) -> Vec<i32> {
-        write_out(self.segments.iter().map(|segment| (segment, segment.start)))
+        write_out(self.segments.iter().zip(self.positions.iter().copied()))
     }
 }
 

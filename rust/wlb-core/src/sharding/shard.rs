@@ -1,11 +1,14 @@
 //! A shard: the segments of a micro-batch on each rank.
 
+use std::sync::Arc;
+
 use crate::cost::Mask;
 use crate::digest::Digest;
+use crate::forest::PrefixForest;
 
 use super::options::Strategy;
 
-/// A contiguous run of one document on one rank.
+/// A contiguous run of one document on one rank; in the shard of a forest, of one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// Index of the document in the micro-batch.
@@ -48,7 +51,8 @@ impl SeenMost {
     }
 }
 
-/// A micro-batch cut for the ranks of a context-parallel group.
+/// A micro-batch cut for the ranks of a context-parallel group: documents, or the nodes of a forest, which stand in the
+/// place of documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// Strategy of the shard.
@@ -62,6 +66,8 @@ pub struct Shard {
     /// Segments of each rank, in packed order; no two segments of a rank touch. The rows of a rank have another order:
     /// [`Shard::rows`].
     pub ranks: Vec<Vec<Segment>>,
+    /// The forest, if any: its nodes are the documents, and a query also sees all keys of the nodes above its own.
+    pub forest: Option<Arc<PrefixForest>>,
 }
 
 impl Shard {
@@ -83,7 +89,7 @@ impl Shard {
     /// (query, key) pairs of one rank; an exact count.
     pub fn pairs(&self, rank: usize) -> u64 {
         let of_segment = |segment: &Segment| {
-            self.mask.segment_pairs(segment.start, segment.length, self.lengths[segment.document as usize])
+            self.mask.segment_pairs(self.position(segment), segment.length, self.lengths[segment.document as usize])
         };
         self.ranks[rank].iter().map(of_segment).sum()
     }
@@ -91,8 +97,12 @@ impl Shard {
     /// Keys that a rank has to fetch: keys that its queries see and that other ranks hold. An exact count.
     ///
     /// # Complexity
-    /// O(segments of the rank).
+    /// O(segments of the rank), of a forest O(nodes).
     pub fn keys_moved(&self, rank: usize) -> i64 {
+        if let Some(forest) = &self.forest {
+            let seen = self.seen(forest, rank);
+            return seen.into_iter().map(i64::from).sum::<i64>() - self.tokens(rank);
+        }
         let mut moved = 0;
         // The present document, and how many of its tokens the rank's queries have seen so far.
         let (mut document, mut seen) = (None, 0);
@@ -127,17 +137,22 @@ impl Shard {
     /// For each document, which ranks see the most of its keys.
     fn seen_most(&self) -> Vec<SeenMost> {
         let mut most = vec![SeenMost { rank: usize::MAX, seen: 0, others: 0 }; self.lengths.len()];
+        let mut add = |rank: usize, document: usize, sees: i32| {
+            let of_document = &mut most[document];
+            if of_document.rank == rank {
+                of_document.seen = sees.max(of_document.seen);
+            } else if sees > of_document.seen {
+                *of_document = SeenMost { rank, seen: sees, others: of_document.seen };
+            } else {
+                of_document.others = sees.max(of_document.others);
+            }
+        };
         for (rank, segments) in self.ranks.iter().enumerate() {
-            for segment in segments {
-                let sees = self.sees(segment);
-                let of_document = &mut most[segment.document as usize];
-                if of_document.rank == rank {
-                    of_document.seen = sees.max(of_document.seen);
-                } else if sees > of_document.seen {
-                    *of_document = SeenMost { rank, seen: sees, others: of_document.seen };
-                } else {
-                    of_document.others = sees.max(of_document.others);
+            match &self.forest {
+                Some(forest) => {
+                    self.seen(forest, rank).into_iter().enumerate().for_each(|(node, sees)| add(rank, node, sees))
                 }
+                None => segments.iter().for_each(|segment| add(rank, segment.document as usize, self.sees(segment))),
             }
         }
         most
@@ -153,8 +168,8 @@ impl Shard {
     /// 4. It needs keys of other ranks, and no other rank needs any of its keys.
     ///
     /// This order makes neighbours of documents that attend alone, and of keys that others need. The segments of a
-    /// document stay together. Inside a group documents are in packed order. With [`Strategy::Contiguous`] all rows are
-    /// in packed order.
+    /// document stay together. Inside a group documents are in packed order. With [`Strategy::Contiguous`], and of a
+    /// forest, all rows are in packed order.
     ///
     /// # Complexity
     /// O(segments + documents).
@@ -173,7 +188,7 @@ impl Shard {
 
     fn rows_of(&self, rank: usize, most: &[SeenMost]) -> Vec<Segment> {
         let segments = &self.ranks[rank];
-        if self.strategy == Strategy::Contiguous || self.cp_size() == 1 {
+        if self.strategy == Strategy::Contiguous || self.cp_size() == 1 || self.forest.is_some() {
             return segments.clone();
         }
         // If another rank needs any of the rank's keys of a document, it needs a key of the first segment.
@@ -247,10 +262,16 @@ impl Shard {
         })
     }
 
-    /// Number of keys of its document that a segment sees.
-    pub(super) fn sees(&self, segment: &Segment) -> i32 {
+    /// Position of a segment's first token: the number of tokens before it in its document; of a forest, on its path.
+    #[inline]
+    pub fn position(&self, segment: &Segment) -> i32 {
+        segment.start + self.forest.as_ref().map_or(0, |forest| forest.starts()[segment.document as usize])
+    }
+
+    /// Number of keys that a segment sees.
+    pub(crate) fn sees(&self, segment: &Segment) -> i32 {
         match self.mask {
-            Mask::Causal => segment.end(),
+            Mask::Causal => self.position(segment) + segment.length,
             Mask::Full => self.lengths[segment.document as usize],
         }
     }
@@ -264,13 +285,17 @@ impl Shard {
     /// A hash of the places of all tokens: equal on two ranks if and only if their shards are equal.
     pub fn digest(&self) -> String {
         let mut digest = Digest::new();
-        digest.add(&[u8::from(self.mask == Mask::Causal)]);
-        [self.lengths.len(), self.ranks.len()].iter().for_each(|&size| digest.add(&(size as u64).to_le_bytes()));
-        for &length in &self.lengths {
-            digest.add(&length.to_le_bytes());
+        let size = |size: usize| (size as u64).to_le_bytes();
+        if let Some(forest) = &self.forest {
+            forest.add_to(&mut digest);
+            digest.add(&size(self.ranks.len()));
+        } else {
+            digest.add(&[u8::from(self.mask == Mask::Causal)]);
+            [self.lengths.len(), self.ranks.len()].iter().for_each(|&count| digest.add(&size(count)));
+            self.lengths.iter().for_each(|length| digest.add(&length.to_le_bytes()));
         }
         for segments in &self.ranks {
-            digest.add(&(segments.len() as u64).to_le_bytes());
+            digest.add(&size(segments.len()));
             for segment in segments {
                 digest.add(&segment.document.to_le_bytes());
                 digest.add(&segment.start.to_le_bytes());

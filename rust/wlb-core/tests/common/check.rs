@@ -54,13 +54,17 @@ pub(crate) fn packing_is_legal(packing: &Packing, cost: &CostModel) {
         assert!(packing.imbalance() >= 1.0 - 1e-9 && packing.imbalance() <= n as f64 * (1.0 + 1e-9));
         assert!(packing.memory_skew() >= 1.0 - 1e-9);
     }
-    assert!(packing.lower_bound() <= packing.max_cost() * (1.0 + 1e-9), "the bound is above what it bounds");
+    assert!(packing.lower_bound() <= packing.step_cost() * (1.0 + 1e-9), "the bound is above what it bounds");
     // The oracle takes the square of the pieces.
     if packing.pieces.len() <= 100 {
         let documents: Vec<bound::Document> =
             packing.pieces.iter().map(|piece| (i64::from(piece.length), cost.cost(piece.length))).collect();
         let (max_tokens, most) = (i64::from(packing.max_tokens), packing.max_cost());
         let expected = bound::bound(&documents, n, max_tokens, cost.micro_batch(), most).min(most);
+        // No rank is lighter than the mean.
+        let expected = packing.ranks.map_or(expected, |ranks| {
+            expected.max(packing.costs.iter().sum::<f64>() / ranks.dp_size as f64).min(packing.step_cost())
+        });
         assert!(close(packing.lower_bound(), expected), "{}, not the bound {expected}", packing.lower_bound());
     }
 }
@@ -478,7 +482,16 @@ pub(crate) fn ranks_are_legal(shard: &Shard) {
     for rank in 0..shard.cp_size() {
         let held = shard.rank(rank).unwrap();
         let (indices, positions) = (held.token_indices(), held.position_ids());
-        let RankShard { num_tokens, segments, cu_seqlens_q, cu_seqlens_k, k_starts, max_seqlen_q, max_seqlen_k } = held;
+        let RankShard {
+            num_tokens,
+            segments,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            k_starts,
+            positions: firsts,
+            max_seqlen_q,
+            max_seqlen_k,
+        } = held;
         assert_eq!(segments, shard.segments(rank).unwrap());
         let mut packed = segments.clone();
         packed.sort_by_key(|segment| (segment.document, segment.start));
@@ -494,11 +507,13 @@ pub(crate) fn ranks_are_legal(shard: &Shard) {
         assert_eq!(*cu_seqlens_q.last().unwrap() as usize, num_tokens);
         let (mut longest_q, mut longest_k) = (0, 0);
         for (i, segment) in segments.iter().enumerate() {
-            let (queries, keys) = (cu_seqlens_q[i + 1] - cu_seqlens_q[i], cu_seqlens_k[i + 1] - cu_seqlens_k[i]);
+            let (queries, keys) =
+                (cu_seqlens_q[i + 1] - cu_seqlens_q[i], (cu_seqlens_k[i + 1] - cu_seqlens_k[i]) as i32);
             let length = shard.lengths[segment.document as usize];
             let document_start: i32 = shard.lengths[..segment.document as usize].iter().sum();
             let seen = if shard.mask == Mask::Causal { segment.start + segment.length } else { length };
-            assert_eq!((queries, keys, k_starts[i]), (segment.length, seen, document_start));
+            assert_eq!((queries, keys, k_starts[i], firsts[i]), (segment.length, seen, document_start, segment.start));
+            assert_eq!(shard.intervals(segment), [(document_start, document_start + seen)]);
             // The queries are where the arrays say, and the last one sees exactly its document so far.
             let first = cu_seqlens_q[i] as usize;
             assert_eq!((indices[first], positions[first]), (document_start + segment.start, segment.start));
@@ -524,7 +539,7 @@ fn keys_are_counted_or_refused(shard: &Shard) {
         };
         let keys: i64 = segments.iter().map(keys_of).sum();
         match shard.rank(rank) {
-            Ok(held) => assert_eq!(held.cu_seqlens_k.last().map(|&last| i64::from(last)), Some(keys)),
+            Ok(held) => assert_eq!(held.cu_seqlens_k.last().copied(), Some(keys)),
             Err(error) => {
                 assert_eq!(error, Error::TotalTooLong { argument: "cu_seqlens_k", total: keys });
                 assert!(keys > i64::from(i32::MAX));

@@ -86,7 +86,7 @@ impl Rank {
             token_indices: held.token_indices(),
             position_ids: held.position_ids(),
             cu_seqlens_q: held.cu_seqlens_q,
-            cu_seqlens_k: held.cu_seqlens_k,
+            cu_seqlens_k: held.cu_seqlens_k.into_iter().map(|keys| keys as i32).collect(),
             max_seqlen_q: held.max_seqlen_q,
             max_seqlen_k: held.max_seqlen_k,
             k_starts: held.k_starts,

@@ -3,6 +3,7 @@
 use crate::cost::Mask;
 
 use super::super::shard::{Segment, Shard};
+use super::forest::layout;
 use super::paths::{Paths, Piece, Reach, Run};
 
 /// Tokens of every rank, and the keys that its queries can see.
@@ -17,11 +18,15 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// The layout of a shard, in which every document is a path.
+    /// The layout of a shard, in which every document is a path, and of a forest every chain of nodes.
     ///
     /// # Complexity
     /// O(segments).
     pub fn of(shard: &Shard) -> Self {
+        if let Some(forest) = &shard.forest {
+            let (paths, held) = layout(shard, forest);
+            return Self { paths, held, causal: true };
+        }
         let mut paths = Paths::default();
         for (&length, &token) in shard.lengths.iter().zip(&shard.document_starts) {
             paths.push([Piece { position: 0, token: token.into(), length: length.into() }]);

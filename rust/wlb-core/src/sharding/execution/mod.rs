@@ -12,6 +12,7 @@
 
 mod buckets;
 mod calls;
+mod forest;
 mod heads;
 mod intervals;
 mod keys;

@@ -23,10 +23,9 @@ impl KernelModel {
         self.check_mask("shard", shard.mask)?;
         let mut clock = Clock::new(self, passes);
         let of_rank = |segments: &Vec<Segment>| {
-            let ticks = segments.iter().fold(0_i64, |sum, segment| {
-                let keys = clock.keys(&shard.lengths, segment.document as usize, segment.end());
-                sum.saturating_add(clock.ticks(segment.length, keys))
-            });
+            let ticks = segments
+                .iter()
+                .fold(0_i64, |sum, segment| sum.saturating_add(clock.ticks(segment.length, shard.sees(segment))));
             if segments.is_empty() { 0.0 } else { ticks as f64 / TICKS_PER_SECOND + self.launch_seconds(passes) }
         };
         Ok(shard.ranks.iter().map(of_rank).collect())

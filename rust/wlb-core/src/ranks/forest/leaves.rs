@@ -2,8 +2,7 @@
 //! need.
 
 use crate::cost::CostModel;
-
-use super::tree::PrefixForest;
+use crate::forest::PrefixForest;
 
 /// Tokens and their cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

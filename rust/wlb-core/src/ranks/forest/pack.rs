@@ -6,17 +6,22 @@
 //! judged by the exact cost. With few samples all partitions are tried. A forest without shared tokens is packed like
 //! documents.
 
+use std::sync::Arc;
+
 use crate::balance::{Item, WORTH_A_ROUND, fewest, more, sort};
 use crate::cost::{CostModel, Mask};
 use crate::error::{Error, Result};
+use crate::forest::PrefixForest;
 use crate::lengths::Lengths;
 use crate::limits::MAX_MICRO_BATCHES;
 use crate::packing::options::{Leftover, Method, PackOptions, Ranks, Sync, Together, check_micro_batches};
 use crate::packing::pack::{pack, pack_whole};
-use crate::packing::{Packing, deal, light_ends};
-use crate::ranks::{
-    Division, Effort, RankOptions, Shared, heaviest_together, pack_for_ranks, rows_to_ranks, share_out,
-};
+use crate::packing::{Certificate, Packing, Piece, deal, light_ends};
+use crate::ranks::division::Division;
+use crate::ranks::options::RankOptions;
+use crate::ranks::plan::pack_for_ranks;
+use crate::ranks::rounds::{heaviest_together, rows_to_ranks};
+use crate::ranks::share_out::{Effort, Shared, share_out};
 
 use super::bins::{Bins, Limits};
 use super::bound;
@@ -25,8 +30,6 @@ use super::few::{self, Step};
 use super::fill::{Rule, fill};
 use super::leaves::Leaves;
 use super::level::{Parts, Search, Teams, reunite};
-use super::plan::ForestPlan;
-use super::tree::PrefixForest;
 
 /// Teams count as level if they differ by at most this part of their mean: without cutting trees, and with.
 const CLOSE: [f64; 2] = [1e-4, 2e-3];
@@ -42,6 +45,8 @@ const ENOUGH: f64 = 5e-3;
 pub struct ForestOptions {
     /// Micro-batches of all ranks; `None` for as few as hold the samples, or a few more if the step is shorter.
     pub num_micro_batches: Option<usize>,
+    /// Without a number of micro-batches: as few as hold the samples, although more would make the step shorter.
+    pub fewest: bool,
     /// Most unique tokens of a micro-batch.
     pub max_tokens: i32,
     /// The ranks; `None` if micro-batches are not dealt.
@@ -55,10 +60,23 @@ pub struct ForestOptions {
 }
 
 impl ForestOptions {
+    /// Options with a limit of tokens alone.
+    pub fn new(max_tokens: i32) -> Self {
+        Self {
+            num_micro_batches: None,
+            fewest: false,
+            max_tokens,
+            ranks: None,
+            groups: Vec::new(),
+            equal_documents: false,
+            max_documents: None,
+        }
+    }
+
     fn for_documents(&self) -> RankOptions {
         RankOptions {
             num_micro_batches: self.num_micro_batches,
-            fewest: false,
+            fewest: self.fewest,
             multiple_of: 1,
             max_tokens: self.max_tokens,
             method: Method::VarLength,
@@ -79,8 +97,9 @@ impl ForestOptions {
 ///   micro-batch.
 ///
 /// # Returns
-/// A plan with a lower bound on its step ([`ForestPlan::lower_bound`]). If nothing is shared, it is the plan of
-/// [`pack`] or [`pack_for_ranks`].
+/// The packing of the samples: a micro-batch has each token that its samples share once. If nothing is shared, it is
+/// that of [`pack`] or [`pack_for_ranks`]. [`Packing::lower_bound`] is an equal share of all nodes (with what
+/// `max_tokens` and `max_documents` force to be computed twice), the heaviest sample, or the heaviest group.
 ///
 /// # Errors
 /// The errors of [`pack_for_ranks`]; [`Error::TooLong`] for a sample over `max_tokens`; [`Error::Combination`] for a
@@ -91,21 +110,19 @@ impl ForestOptions {
 ///
 /// # Example
 /// ```
-/// use wlb_core::forest::{ForestOptions, PrefixForest, pack_forest};
+/// use wlb_core::forest::PrefixForest;
+/// use wlb_core::ranks::{ForestOptions, pack_forest};
 /// use wlb_core::{CostModel, Lengths, Mask};
 ///
 /// let prompts = Lengths::new("prompt_lengths", &[100, 100])?;
 /// let forest = PrefixForest::from_prompts(&prompts, &[2, 2], &[30, 20, 40, 10])?;
 /// let cost = CostModel::analytic(0.0, 1.0, Mask::Causal)?;
-/// let (ranks, groups, max_documents) = (None, vec![], None);
-/// let num_micro_batches = Some(2);
-/// let options =
-///     ForestOptions { num_micro_batches, max_tokens: 200, ranks, groups, equal_documents: false, max_documents };
-/// let plan = pack_forest(&forest, &options, &cost)?;
-/// assert_eq!((plan.micro_batch(0), plan.unique_tokens.as_slice()), (&[0, 1][..], &[150, 150][..]));
+/// let options = ForestOptions { num_micro_batches: Some(2), ..ForestOptions::new(200) };
+/// let plan = pack_forest(&forest.into(), &options, &cost)?;
+/// assert_eq!((plan.samples(0), plan.tokens.as_slice()), (vec![0, 1], &[150, 150][..]));
 /// # Ok::<(), wlb_core::Error>(())
 /// ```
-pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostModel) -> Result<ForestPlan> {
+pub fn pack_forest(forest: &Arc<PrefixForest>, options: &ForestOptions, model: &CostModel) -> Result<Packing> {
     let documents = options.for_documents();
     documents.check(forest.num_samples(), "samples")?;
     if model.mask() == Mask::Full {
@@ -124,7 +141,12 @@ pub fn pack_forest(forest: &PrefixForest, options: &ForestOptions, model: &CostM
     let leaves = Leaves::new(forest, model);
     if !forest.shares() {
         let packing = as_documents(&lengths, &documents, model)?;
-        return Ok(of_packing(forest, packing, options, model, &leaves));
+        let bound = match options.ranks {
+            None => packing.lower_bound(),
+            Some(_) => lower_bound(&leaves, options, model, packing.num_micro_batches()),
+        };
+        let certificate = Certificate::of_bound(bound.min(packing.step_cost()));
+        return Ok(Packing { method: None, forest: Some(forest.clone()), certificate, ..packing });
     }
     let batch = Batch::new(forest, &leaves, options, model)?;
     let dp_size = batch.dp_size();
@@ -151,32 +173,6 @@ fn as_documents(lengths: &[i32], options: &RankOptions, model: &CostModel) -> Re
         Some(_) => pack(&lengths, &whole, model),
         None => pack_whole(&lengths, 1, &whole, model),
     }
-}
-
-fn of_packing(
-    forest: &PrefixForest,
-    packing: Packing,
-    options: &ForestOptions,
-    model: &CostModel,
-    leaves: &Leaves,
-) -> ForestPlan {
-    let bound = match options.ranks {
-        None => packing.lower_bound(),
-        Some(_) => lower_bound(leaves, options, model, packing.num_micro_batches()),
-    };
-    let mut plan = ForestPlan {
-        forest: forest.clone(),
-        max_tokens: options.max_tokens,
-        samples: packing.pieces.iter().map(|piece| piece.id as u32).collect(),
-        offsets: packing.offsets,
-        unique_tokens: packing.tokens,
-        costs: packing.costs,
-        ranks: packing.ranks,
-        padding: None,
-        lower_bound: bound,
-    };
-    plan.lower_bound = bound.min(plan.step_cost());
-    plan
 }
 
 fn limits(options: &ForestOptions) -> Limits {
@@ -252,7 +248,7 @@ impl<'a> Batch<'a> {
             groups: groups(leaves, &options.groups),
             division: None,
         };
-        if options.equal_documents && batch.on_ranks(forest.num_samples()).is_none() {
+        if options.equal_documents && batch.on_ranks(forest.num_samples(), Effort::Quick).is_none() {
             batch.division = Some(Division::equal(&batch.items(&batch.parts()), batch.dp_size())?);
         }
         Ok(batch)
@@ -278,7 +274,7 @@ impl<'a> Batch<'a> {
             check_micro_batches(rounds.saturating_mul(dp_size))?;
             Ok(self.attempt(rounds))
         })?;
-        if self.options.ranks.is_none() {
+        if self.options.ranks.is_none() || self.options.fewest {
             return Ok(found.1);
         }
         let attempt = |rounds: usize| {
@@ -301,22 +297,22 @@ impl<'a> Batch<'a> {
     fn attempt(&self, rounds: usize) -> Option<Found<'a>> {
         let good = self.bound(rounds) * (1.0 + ENOUGH);
         let mut best: Option<Found<'a>> = None;
-        for rule in [Rule::LeastLoad, Rule::BestFit, Rule::InTurn] {
+        let free = self.groups.is_empty() && !self.options.equal_documents;
+        let efforts: &[Effort] =
+            if free { &[Effort::Quick] } else { &[Effort::Quick, Effort::Thorough, Effort::Tightest] };
+        let rules = [Rule::LeastLoad, Rule::BestFit, Rule::InTurn];
+        for (&effort, rule) in efforts.iter().flat_map(|effort| rules.map(|rule| (effort, rule))) {
             if best.as_ref().is_some_and(|best| best.step <= good) {
                 break;
             }
-            let made = match self.groups.is_empty() && !self.options.equal_documents {
-                true => self.freely(rounds, rule),
-                false => self.by_rank(rounds, rule),
-            };
+            let made = if free { self.freely(rounds, rule) } else { self.by_rank(rounds, rule, effort) };
             if let Some(made) = made
                 && best.as_ref().is_none_or(|best| made.step < best.step)
             {
                 best = Some(made);
             }
         }
-        if self.groups.is_empty() && !self.options.equal_documents && best.as_ref().is_none_or(|best| best.step > good)
-        {
+        if free && best.as_ref().is_none_or(|best| best.step > good) {
             best = self.of_few(rounds, best.as_ref().map_or(f64::INFINITY, |best| best.step)).or(best);
         }
         best
@@ -401,9 +397,9 @@ impl<'a> Batch<'a> {
     }
 
     /// A plan that shares groups out to ranks first; then each rank fills its own micro-batches.
-    fn by_rank(&self, rounds: usize, rule: Rule) -> Option<Found<'a>> {
+    fn by_rank(&self, rounds: usize, rule: Rule, effort: Effort) -> Option<Found<'a>> {
         let dp_size = self.dp_size();
-        let held = self.on_ranks(rounds)?;
+        let held = self.on_ranks(rounds, effort)?;
         let targets = self.targets(rounds);
         let of_rank: Vec<f64> = targets.iter().copied().step_by(dp_size).collect();
         let mean = self.whole / (rounds * dp_size) as f64;
@@ -433,12 +429,14 @@ impl<'a> Batch<'a> {
 
     /// The samples of each rank, which has room for `rounds` micro-batches: groups stay together, and counts are equal
     /// if required.
-    fn on_ranks(&self, rounds: usize) -> Option<Vec<Vec<u32>>> {
+    fn on_ranks(&self, rounds: usize, effort: Effort) -> Option<Vec<Vec<u32>>> {
         let (dp_size, equal) = (self.dp_size(), self.options.equal_documents);
         let parts = self.parts();
-        self.shared_out(&parts, rounds).or_else(|| {
+        self.shared_out(&parts, rounds, effort).or_else(|| {
             let may_part = equal && self.groups.is_empty();
-            may_part.then(|| self.in_equal_numbers(&parts, dp_size)).and_then(|parts| self.shared_out(&parts, rounds))
+            may_part
+                .then(|| self.in_equal_numbers(&parts, dp_size))
+                .and_then(|parts| self.shared_out(&parts, rounds, effort))
         })
     }
 
@@ -462,7 +460,7 @@ impl<'a> Batch<'a> {
     }
 
     /// Shares parts out to ranks.
-    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize) -> Option<Vec<Vec<u32>>> {
+    fn shared_out(&self, parts: &[Vec<u32>], rounds: usize, effort: Effort) -> Option<Vec<Vec<u32>>> {
         let items = self.items(parts);
         let shared = Shared {
             ranks: self.dp_size(),
@@ -471,7 +469,7 @@ impl<'a> Batch<'a> {
             equal_documents: self.options.equal_documents,
             division: self.division.as_ref(),
             close: CLOSE[0] * self.whole / self.dp_size() as f64,
-            effort: Effort::Quick,
+            effort,
         };
         let part = |&place: &u32| parts[items[place as usize].index as usize].clone();
         let of_rank = |held: &Vec<u32>| held.iter().flat_map(part).collect();
@@ -529,28 +527,41 @@ impl<'a> Batch<'a> {
         Found { bins, ranks, step }
     }
 
-    fn plan(&self, forest: &PrefixForest, found: Found) -> ForestPlan {
+    fn plan(&self, forest: &Arc<PrefixForest>, found: Found) -> Packing {
         let Found { bins, ranks, step } = found;
-        let mut plan = ForestPlan {
-            forest: forest.clone(),
+        let samples = forest.num_samples();
+        let (mut pieces, mut offsets) = (Vec::<Piece>::with_capacity(samples), vec![0]);
+        let mut assignment = vec![-1; samples];
+        for (micro_batch, &bin) in (0..).zip(ranks.iter().flatten()) {
+            let first = pieces.len();
+            for &leaf in &bins.contents[bin] {
+                let sample = self.leaves.samples[leaf as usize];
+                assignment[sample as usize] = micro_batch;
+                pieces.push(Piece { id: sample.into(), start: 0, length: forest.sample_length(sample as usize) });
+            }
+            pieces[first..].sort_unstable_by_key(|piece| piece.id);
+            offsets.push(pieces.len());
+        }
+        let loads = || ranks.iter().flatten().map(|&bin| &bins.loads[bin]);
+        let empty = self.model.micro_batch();
+        Packing {
+            method: None,
             max_tokens: self.options.max_tokens,
-            samples: Vec::with_capacity(self.leaves.len()),
-            offsets: vec![0],
-            unique_tokens: Vec::new(),
-            costs: Vec::new(),
+            global_batches: 1,
+            pieces,
+            offsets,
+            assignment,
+            tokens: loads().map(|load| load.tokens).collect(),
+            costs: loads().map(|load| load.cost + empty).collect(),
+            leftover: Vec::new(),
+            length_fallbacks: 0,
+            largest_cost: self.paths.first().copied().unwrap_or(0.0) + empty,
+            columns: None,
             ranks: self.options.ranks,
             padding: None,
-            lower_bound: self.bound(bins.contents.len() / self.dp_size()).min(step),
-        };
-        for &bin in ranks.iter().flatten() {
-            let first = plan.samples.len();
-            plan.samples.extend(bins.contents[bin].iter().map(|&leaf| self.leaves.samples[leaf as usize]));
-            plan.samples[first..].sort_unstable();
-            plan.offsets.push(plan.samples.len());
-            plan.unique_tokens.push(bins.loads[bin].tokens);
-            plan.costs.push(bins.loads[bin].cost + self.model.micro_batch());
+            forest: Some(forest.clone()),
+            certificate: Certificate::of_bound(self.bound(bins.contents.len() / self.dp_size()).min(step)),
         }
-        plan
     }
 }
 

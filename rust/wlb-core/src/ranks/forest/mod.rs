@@ -1,0 +1,12 @@
+//! Plans for a forest of samples, such that a micro-batch has each token that its samples share once.
+
+mod bins;
+mod bound;
+mod cuts;
+mod few;
+mod fill;
+mod leaves;
+mod level;
+mod pack;
+
+pub use pack::{ForestOptions, pack_forest};
