@@ -14,14 +14,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from wlb._errors import error
 from wlb.torch.collectives import GLOO_WAITS, device_of, timeout_of
-from wlb.torch.mailbox import Mailboxes
-from wlb.torch.subgroup import REDUCTIONS, Exchange, register
+from wlb.torch.subgroup import REDUCTIONS, Exchange, register, unregister
+from wlb.torch.tree import Tree
 
 T = TypeVar("T")
 
 
 class HostGroup(dist.ProcessGroup):
-    """The ranks of a process group, which talk on the host through `Mailboxes`. Only its ranks make it, together.
+    """The ranks of a process group, which talk on the host through a `Tree`. Only its ranks make it, together.
 
     gloo would connect each rank with every other one when the group is made, and all ranks of the world would have to
     take part. Here a rank connects with its neighbours in a tree, and with ranks that it sends tokens to.
@@ -35,7 +35,7 @@ class HostGroup(dist.ProcessGroup):
         timeout: how long a rank waits for another one.
 
     Raises:
-        RuntimeError: a rank did not come in time, or ended; from here and from each collective.
+        RuntimeError: a rank did not come in time, ended, or failed; from here and from each collective. It names them.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, description: str, timeout: timedelta) -> None:
@@ -43,7 +43,7 @@ class HostGroup(dist.ProcessGroup):
         super().__init__(group.rank(), len(ranks))
         store = c10d._get_default_store()
         self.timeout = timeout
-        self._mail = Mailboxes(store, ranks, group.rank(), what=description, timeout=timeout)
+        self._tree = Tree(store, ranks, group.rank(), what=description, timeout=timeout)
         self._name = register(self, ranks, backend=("wlb_host", store), config="cpu:wlb_host")
 
     # torch calls these by place. Its stubs give each of them several forms.
@@ -57,7 +57,7 @@ class HostGroup(dist.ProcessGroup):
 
     def getGroupDesc(self) -> str:
         """For messages of torch."""
-        return self._mail.what
+        return self._tree.what
 
     @property
     def _device_types(self) -> Any:
@@ -66,11 +66,12 @@ class HostGroup(dist.ProcessGroup):
 
     def gather(self, mine: T) -> list[T]:  # type: ignore[override]
         """An object of every rank."""
-        return self._mail.gather(mine)
+        return self._tree.gather(mine)
 
     def close(self) -> None:
         """Ends this rank's mailbox; `destroy_process_group` of the world does not."""
-        self._mail.close()
+        unregister(self, self._name)
+        self._tree.close()
 
     def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> dist.Work:
         """`dist.all_gather_into_tensor`: the tensor of each rank, one after the other."""
@@ -86,7 +87,7 @@ class HostGroup(dist.ProcessGroup):
         go = sent.split_with_sizes(leaving or [sent.shape[0] // size] * size)
         outgoing = {rank: _own(part) for rank, part in enumerate(go) if part.numel()}
         incoming = [rank for rank, part in enumerate(come) if part.numel()]
-        for rank, part in self._mail.exchange(outgoing, incoming).items():
+        for rank, part in self._tree.exchange(outgoing, incoming).items():
             come[rank].copy_(part)
         return _done()
 
@@ -111,7 +112,7 @@ class HostGroup(dist.ProcessGroup):
         if reduction is None:
             raise error("op", f"= {how}: a group on the host has SUM, AVG, MAX and MIN", value=how)
         combine: Callable[[list[Tensor]], Tensor] = lambda parts: reduction(torch.stack(parts))  # noqa: E731
-        result = self._mail.reduce(_own(tensor), combine)
+        result = self._tree.reduce(_own(tensor), combine)
         tensor.copy_(result / self.size() if average else result)
         return _done()
 
@@ -119,14 +120,14 @@ class HostGroup(dist.ProcessGroup):
         """`dist.broadcast`: the tensor of one rank."""
         (tensor,) = tensors
         mine = _own(tensor) if self.rank() == options.rootRank else None
-        tensor.copy_(self._mail.reduce(mine, lambda parts: next((part for part in parts if part is not None), None)))  # type: ignore[arg-type]
+        tensor.copy_(self._tree.reduce(mine, lambda parts: next((part for part in parts if part is not None), None)))  # type: ignore[arg-type]
         return _done()
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any) -> dist.Work:  # type: ignore[override]
         """`dist.scatter`: a tensor for each rank, from one."""
         (output,), source = outputs, options.rootRank
         outgoing = dict(enumerate(map(_own, inputs[0]))) if self.rank() == source else {}
-        output.copy_(self._mail.exchange(outgoing, [source])[source])
+        output.copy_(self._tree.exchange(outgoing, [source])[source])
         return _done()
 
     def barrier(self, options: Any = None, **more: Any) -> dist.Work:  # type: ignore[override]

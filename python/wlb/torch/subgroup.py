@@ -40,6 +40,13 @@ def register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: Any, co
     return name
 
 
+def unregister(group: dist.ProcessGroup, name: str) -> None:
+    """Makes torch forget a group that `register` made known."""
+    for known in (c10d._world.pg_map, c10d._world.pg_group_ranks, c10d._world.pg_backend_config):
+        known.pop(group, None)  # type: ignore[attr-defined]
+    c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+
+
 class Subgroup(dist.ProcessGroup):
     """Some ranks of a process group, which talk by send and receive over the communicator of that group.
 
