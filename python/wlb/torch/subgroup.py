@@ -43,8 +43,8 @@ def register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: Any, co
 def unregister(group: dist.ProcessGroup, name: str) -> None:
     """Makes torch forget a group that `register` made known."""
     for known in (c10d._world.pg_map, c10d._world.pg_group_ranks, c10d._world.pg_backend_config):
-        known.pop(group, None)  # type: ignore[attr-defined]
-    c10d._unregister_process_group(name)  # type: ignore[attr-defined]
+        known.pop(group, None)
+    c10d._unregister_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 class Subgroup(dist.ProcessGroup):
