@@ -12,7 +12,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-oldest test-trainers lint lint-rust lint-python bench compare docs wheel gpu reproduce kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-oldest test-trainers lint lint-rust lint-python bench compare scale docs wheel gpu reproduce kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo:
@@ -84,6 +84,11 @@ bench: $(VENV)/.release-bench
 ## Planners that people use, beside wlb, in five minutes; writes docs/results/compare.md. LENGTHS: .npy files, further inputs.
 compare: $(VENV)/.release-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
+	$(BIN)/python -m benches.results
+
+## Thousands of ranks: their start, their plans, and ranks that are lost, in ten minutes; writes docs/results/scale.md.
+scale: $(VENV)/.release-examples
+	$(BIN)/python -m benches.scale
 	$(BIN)/python -m benches.results
 
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.

@@ -133,12 +133,12 @@ class Mailbox:
                 if self._server.fileno() < 0:
                     return  # closed: who sent it hears so
                 with self._news:
+                    connection.sendall(_TAKEN)  # first: who takes the message may end at once
                     if not failure:
                         self._messages[source].append(message)
                     elif self.failure is None:
                         self.failure = message.decode()
                     self._news.notify_all()
-                connection.sendall(_TAKEN)
 
 
 def runs(address: Address) -> bool:

@@ -77,7 +77,7 @@ class Tree:
         RuntimeError: a rank did not come in time, ended, or failed. Each method raises it, and names the ranks.
 
     Complexity:
-        At most five requests to the launcher's store a rank, with less than 200 bytes, for any number of ranks.
+        At most five requests to the launcher's store a rank, with about 300 bytes, for any number of ranks.
     """
 
     def __init__(self, store: Store, ranks: Sequence[int], place: int, *, what: str, timeout: timedelta) -> None:
