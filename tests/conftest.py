@@ -4,6 +4,7 @@
 """
 
 import os
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -18,7 +19,18 @@ settings.register_profile("long", COMMON, max_examples=5000, stateful_step_count
 settings.load_profile(os.environ.get("WLB_HYPOTHESIS_PROFILE", "default"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases that are `long` are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("a_few") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for some in cases.values():
+        number = some[0].get_closest_marker("a_few").args[0]  # type: ignore[union-attr]
+        kept = {int(place) for place in np.linspace(0, len(some) - 1, number)}
+        for place, item in enumerate(some):
+            if place not in kept:
+                item.add_marker(pytest.mark.long)
     # No reader lets more wait than the packer's bounds allow.
     for item in items:
         if item.path.parent.name in ("torch", "trainers"):

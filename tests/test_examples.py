@@ -47,6 +47,7 @@ def test_the_example_learns_the_same_on_two_ranks_and_goes_on_on_other_ones(tmp_
             assert row == {name: value for name, value in expected.items() if name != "loss"}
 
 
+@pytest.mark.long
 def test_a_tied_weight_learns_the_same_on_two_stages(tmp_path: Path, corpus: Path) -> None:
     alone = train(tmp_path, corpus, "--tied", "--steps", "3")
     stages = train(tmp_path, corpus, "--tied", "--pp", "2", "--steps", "3", processes=2)

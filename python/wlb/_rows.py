@@ -78,7 +78,7 @@ _FURTHER: Final[dict[Kind, Parts]] = {
         "input": ("input", "context"), "history": ("history",), "messages": _CHATS, **_TURNS,
     },
     "instruction": {"input": ("input", "context"), "history": ("history",), **_TURNS},
-    "pair": _TURNS, "rollouts": _TURNS, "chat": _TURNS, "prompt": _TURNS,
+    "pair": _TURNS, "rollouts": _TURNS, "chat": _TURNS, "prompt": _TURNS, "text": _MEDIA,
 }  # fmt: skip
 """Columns that a kind of row may also have."""
 
@@ -233,10 +233,12 @@ class Text:
     Attributes:
         text: all of it.
         open: it is a prompt, which a model shall answer.
+        beside: texts that only a conversation can take, such as a system prompt, by their columns.
     """
 
     text: str
     open: bool = False
+    beside: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -319,6 +321,22 @@ class _Row:
             messages = [{"role": "system", "content": system}, *messages]
         media = {kind: _listed(self.get(kind)) for kind in _MEDIA if self.get(kind) is not None}
         return Chat(messages, _json(self.get("tools")), _json(self.get("settings")) or {}, media=media, **more)
+
+    def plain(self, text: str, *, open: bool = False) -> Text:
+        """A text, with what the row has beside it; images have no place in it."""
+        for kind in _MEDIA:
+            if self.get(kind):
+                columns = self.reading.columns
+                raise ValueError(
+                    f"column {columns[kind]!r} holds {kind}, whose tokens the model's processor counts where"
+                    f" messages say its place; to count the text alone, --field with the column of the text"
+                )
+        beside = {part: self.get(part) for part in ("system", "tools") if self.get(part)}
+        said = {
+            self.reading.columns[part]: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for part, value in beside.items()
+        }
+        return Text(text, open, said)
 
     def turn(self, instruction: str, *, answers: bool = True) -> list[Message]:
         """The messages before an answer, of an instruction with its input and earlier turns."""
@@ -422,7 +440,7 @@ def _sequence(row: _Row, before: Any, after: Any) -> Made:
     for value in (before, after):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"holds {type(value).__name__} where text, messages or token ids must be: {value!r:.60}")
-    return Text((before or "") + (after or ""), open=after is None)
+    return row.plain((before or "") + (after or ""), open=after is None)
 
 
 def _answer(value: Any, row: _Row) -> list[Message]:
@@ -494,7 +512,10 @@ def _chat(row: _Row) -> list[Made]:
 
 
 def _text(row: _Row) -> list[Made]:
-    return [_joined(row.row, (row.reading.columns["text"],), None, row.rename)]
+    made = _joined(row.row, (row.reading.columns["text"],), None, row.rename)
+    if isinstance(made, Chat):
+        return [row.chat(made.messages)]
+    return [row.plain(made.text) if isinstance(made, Text) else made]
 
 
 def _prompt(row: _Row) -> list[Made]:

@@ -292,6 +292,7 @@ EXPECTED: dict[str, int | None] = {
 }
 
 
+@pytest.mark.a_few(4)
 @pytest.mark.skipif(not PUBLISHED.is_dir(), reason="needs the published configurations beside the checkout")
 @pytest.mark.parametrize("name", EXPECTED)
 def test_published_configurations(name: str) -> None:
@@ -366,6 +367,7 @@ SHRUNK: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.a_few(8)
 @pytest.mark.parametrize("name", SHRUNK)
 def test_flops_and_parameters_of_shrunk_models(name: str) -> None:
     kind = transformers.CONFIG_MAPPING[name]
@@ -486,6 +488,7 @@ def probabilities_above_zero(config: Any) -> int:
     return sum(int((each > 0).sum()) for each in weights)
 
 
+@pytest.mark.a_few(1)
 @pytest.mark.parametrize("name", SELECTING)
 def test_keys_that_are_selected_or_compressed(name: str) -> None:
     """The pairs of a tiny model's own masks are as many as by hand; wlb's are, but for half a key of a query."""
@@ -663,6 +666,7 @@ def test_every_family_is_compared() -> None:
     assert CASES.keys() >= {*FAMILIES, *IMAGE_FAMILIES} - inside - {"ministral"}
 
 
+@pytest.mark.a_few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_at_full_size(name: str) -> None:
     config = CASES[name].config()
@@ -673,6 +677,7 @@ def test_parameters_at_full_size(name: str) -> None:
     assert read(json.loads(config.to_json_string())).num_parameters == expected
 
 
+@pytest.mark.a_few(16)
 @pytest.mark.parametrize("name", CASES)
 def test_flops(name: str) -> None:
     case = CASES[name]
@@ -695,6 +700,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.a_few(12)
 @pytest.mark.parametrize("name", BY_HAND)
 def test_a_missing_key_is_known_or_refused(name: str) -> None:
     """Whatever key a file leaves out: the model is the one that transformers builds from the rest, or refused by name.
@@ -800,6 +806,7 @@ IN_THEIR_OWN_CODE: dict[str, tuple[dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.a_few(5)
 @pytest.mark.parametrize("name", IN_THEIR_OWN_CODE)
 def test_flops_and_parameters_of_models_with_their_own_code(name: str) -> None:
     sizes, whole = IN_THEIR_OWN_CODE[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import warnings
 from functools import partial
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import wlb
 import wlb.torch as wt
@@ -99,3 +101,75 @@ def test_reading_leaves_random_states() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state()[1].tolist() == states[2]  # type: ignore[index]  # noqa: NPY002
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def stream(data: Any, group: Any = None) -> wt.BalancedStream[Any]:
+    cost = wlb.CostModel(attention=1.0, linear=50.0)
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=60, cost_model=cost, release="fifo")
+    return wt.BalancedStream(data, packer=packer, collate_fn=wt.collate, weights=[1.0] * len(data), group=group)
+
+
+class Positioned(IterableDataset[Any]):
+    """A stream that restores itself, and gives other tokens each time."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < COUNT:
+            self.at += 1
+            yield torch.randint(13, (LENGTH,))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_stream_resumes_with_the_same_documents_only(order: int) -> None:
+    with contextlib.closing(stream([rows()])) as whole:
+        states = [step.state for step in whole]
+    for number, state in enumerate(states, start=1):
+        with contextlib.closing(stream([rows()])) as again:
+            again.load_state_dict(state)
+            assert len(list(again)) == len(states) - number
+        with contextlib.closing(stream([rows(order=order)])) as other:
+            other.load_state_dict(state)
+            if not state["streams"][0]["ended"]:  # nothing is read of a stream that has ended
+                with pytest.raises(wlb.WlbError, match="begins with other documents than when its state was saved"):
+                    list(other)
+
+
+def test_a_stream_that_restores_itself_is_known_by_its_position() -> None:
+    with contextlib.closing(stream([Positioned()])) as first:
+        state = next(first).state
+    with contextlib.closing(stream([Positioned()])) as again:
+        again.load_state_dict(state)
+        assert sum(batch.tokens.numel() for step in again for batch in step.micro_batches) == LENGTH * (COUNT - 6)
+
+
+def in_other_orders(rank: int) -> tuple[list[str], list[int]]:
+    """Ranks that have the same four streams, as an unsorted folder has them on two hosts."""
+    own = [rows(seed) for seed in range(4)]
+    given = own if rank == 0 else [own[1], own[0], own[3], own[2]]
+    with warnings.catch_warnings(record=True) as said, contextlib.closing(stream(given, dist.group.WORLD)) as of:
+        warnings.simplefilter("always")
+        step = next(of)
+    return [str(each.message) for each in said], [batch.tokens.numel() for batch in step.micro_batches]
+
+
+def test_ranks_that_list_streams_in_another_order_are_warned() -> None:
+    for said, _ in processes.run(2, in_other_orders):
+        (message,) = [each for each in said if "begin with the same documents" in each]
+        assert message.startswith("streams[0] and streams[1]")
+
+
+def test_streams_of_one_kind_are_no_duplicates() -> None:
+    with warnings.catch_warnings(), contextlib.closing(stream([rows(seed) for seed in range(4)])) as of:
+        warnings.simplefilter("error")
+        next(of)

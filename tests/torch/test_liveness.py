@@ -69,6 +69,7 @@ class Trained:
             assert pieces[-1][1] == lengths[id]
 
 
+@pytest.mark.a_few(12)
 @pytest.mark.filterwarnings("ignore:the longest document")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES)
@@ -125,6 +126,7 @@ def documents(lengths: list[int]) -> Iterator[NDArray[np.int64]]:
         yield np.arange(length) % 250
 
 
+@pytest.mark.a_few(8)
 @pytest.mark.filterwarnings("ignore:document .* more than tokens_per_batch")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["adaptive", "one level", "every document an outlier"])

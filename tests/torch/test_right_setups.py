@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import accelerate
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -154,6 +155,7 @@ def accelerated() -> None:
     wt.verify(model, first_step(), accelerator=accelerator, report=None)
 
 
+@pytest.mark.long
 def test_no_model_or_wrapper_is_accused() -> None:
     for found in processes.run(2, of_models):
         assert len(found) == 19

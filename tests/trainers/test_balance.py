@@ -337,6 +337,7 @@ def train_stream(rank: int, folder: Path, stop: int, data: Any = Endless) -> Any
     return outcome(trainer)
 
 
+@pytest.mark.a_few(1)
 @pytest.mark.parametrize("data", [Endless, processed])
 def test_a_stream_is_trained_and_resumed(tmp_path: Path, data: Any) -> None:
     whole = processes.run(2, train_stream, tmp_path / "whole", 12, data)[0]

@@ -99,6 +99,7 @@ def test_a_collator_that_was_set_afterwards_says_what_is_learnt(tmp_path: Path) 
     assert trainer.labels == labels_of(documents())
 
 
+@pytest.mark.a_few(4)
 @pytest.mark.parametrize(
     ("changes", "equal"),
     [
@@ -276,6 +277,7 @@ def evaluated(rank: int, folder: Path, numbers: list[int], kind: str, options: d
     return [trainer.evaluate()["eval_loss"], trainer.predict(data).metrics["test_loss"]], found
 
 
+@pytest.mark.a_few(4)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -204,6 +204,7 @@ def rows(rank: int, cp: int, changes: dict[str, Any], multiple: int, dynamic: bo
         return found, labels, padding, planned, megatron.row_multiple(config, cp_size=cp, multiple_of_tokens=multiple)
 
 
+@pytest.mark.a_few(10)
 @pytest.mark.parametrize("layout", ["one", "cp", "dynamic"])
 @pytest.mark.parametrize(("changes", "demanded"), QUANTIZED)
 @pytest.mark.parametrize("more", [1, 48])

@@ -96,6 +96,7 @@ def everything(parts: list[Any]) -> Counter[int]:
     return sum((part[0] for part in parts), Counter[int]())
 
 
+@pytest.mark.a_few(12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_document_comes_once_an_epoch(layout: str, kind: str) -> None:

@@ -153,6 +153,7 @@ def linear(position: float, length: int) -> float:
     return 1e-2 * (position / 4 if position < 4 else max(0.0, (length - position) / (length - 4)))
 
 
+@pytest.mark.a_few(4)
 @pytest.mark.parametrize("save", [2, 9])  # while it rises, and after
 @pytest.mark.parametrize(
     ("ranks", "options", "pace"),
@@ -212,6 +213,7 @@ def train(rank: int, folder: Path, streamed: bool, callback: Any, resume: bool, 
     return getattr(trainer, "steps", [])
 
 
+@pytest.mark.a_few(4)
 @pytest.mark.parametrize(
     ("streamed", "kind"),
     [(False, kind) for kind in KINDS] + [(True, kind) for kind in KINDS if kind != "end of an epoch"],  # has none

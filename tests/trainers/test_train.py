@@ -136,6 +136,7 @@ def reference() -> tuple[float, float, dict[str, np.ndarray]]:
     return processes.run(1, gradients, SETTINGS)[0]
 
 
+@pytest.mark.a_few(3)
 @pytest.mark.parametrize("layout", [pytest.param("2x2x2x2", marks=pytest.mark.long), *list(LAYOUTS)[1:]])
 def test_any_layout_learns_what_one_process_learns(layout: str, reference: Any) -> None:
     check_learnt(processes.run(WORLD[layout], gradients, replace(SETTINGS, **LAYOUTS[layout])), reference)

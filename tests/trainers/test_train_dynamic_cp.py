@@ -113,6 +113,7 @@ def reference() -> Any:
     return processes.run(1, one_process)[0]
 
 
+@pytest.mark.a_few(2)
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[pytest.mark.long] if layout == "heads" else []) for layout in LAYOUTS]
 )

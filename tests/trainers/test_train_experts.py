@@ -94,6 +94,7 @@ def reference() -> Any:
     return processes.run(1, learnt, MIXTURE)[0]
 
 
+@pytest.mark.a_few(3)
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.long] if name in ("1x4x2", "pp 2") else []) for name in LAYOUTS]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import field
 
 _END = object()
+_NOTED = 64  # documents by whose content a stream is known
 
 Floats = NDArray[np.float64]
 
@@ -102,6 +104,7 @@ class OneStream:
         self._tokens = 0  # their tokens, at most `longest` each
         self._credit = 0  # tokens that it may still give, below 0 if the last document was longer than its share
         self._saved: Any = None
+        self._content = ""  # a hash of the first documents
         self.ended = False
 
     def read(self, tokens: int, argument: str) -> list[ReadDocument]:
@@ -117,7 +120,7 @@ class OneStream:
 
     def _rows_while(self, wanted: Callable[[], bool], argument: str) -> list[ReadDocument]:
         if self._iterator is None:
-            self._iterator = self._open()
+            self._iterator = self._open(argument)
         documents: list[ReadDocument] = []
         while wanted():
             row = next(self._iterator, _END)
@@ -147,6 +150,8 @@ class OneStream:
             kept = length if self._longest is None else min(length, self._longest)
             of_document = () if costs is None else tuple((costs * (kept / size)).tolist())
             documents.append(ReadDocument(self._kept(document), of_document))
+            if self._read < _NOTED:
+                self._content = _with(self._content, document)
             self._read += 1
             self._tokens += kept
             self._credit -= kept
@@ -179,6 +184,7 @@ class OneStream:
             "credit": self._credit,
             "ended": self.ended,
             "own": self._saved,
+            "content": self._content,
         }
 
     def stands(self, state: Mapping[str, Any]) -> None:
@@ -186,6 +192,23 @@ class OneStream:
         self._read, self._tokens = field(state, "read", int), field(state, "tokens", int)
         self._credit = field(state, "credit", int)
         self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
+        self._content = field(state, "content", str)
+
+    def check(self, state: Mapping[str, Any], argument: str) -> None:
+        """Refuses a stream that was read again up to the position of `state`, and began with other documents.
+
+        A stream that restores itself may give other tokens each time: it is known by its own position.
+
+        Raises:
+            wlb.WlbError: naming the stream.
+        """
+        if field(state, "content", str) != self._content and not restores_itself(self._documents):
+            raise error(
+                argument,
+                f"begins with other documents than when its state was saved (one of the first {_NOTED}), so that some"
+                " would be trained twice and others never: shuffle with a seed, list files in one order, or give a"
+                " stream that restores its own position, with state_dict and load_state_dict",
+            )
 
     def restored(self, state: Mapping[str, Any]) -> OneStream:
         """Opens the stream again at the saved position."""
@@ -193,16 +216,33 @@ class OneStream:
         result.stands(state)
         return result
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self, argument: str) -> Iterator[Any]:
         if self._saved is not None:
             self._documents.load_state_dict(self._saved)
         iterator: Iterator[Any] = iter(self._documents)
         if self._saved is not None:
             return iterator
-        already = 0
-        while already < self._read:
+        again = OneStream(self._documents, self._longest, None, self._reader, self._split)
+        while again._read < self._read:
             row = next(iterator, _END)
             if row is _END:
-                raise ValueError(f"ends after {already} documents, {self._read} were read before")
-            already += num_documents(row, already)
+                raise ValueError(f"ends after {again._read} documents, {self._read} were read before")
+            again._pass(row, argument)
+        again.check(self.state_dict(), argument)
         return iterator
+
+    def _pass(self, row: Any, argument: str) -> None:
+        """Notes a row that was read before."""
+        if self._read < _NOTED:
+            used = row.keys() if isinstance(row, Mapping) else ()
+            for document in self._reader.documents(row, self._read, argument, used=used)[: _NOTED - self._read]:
+                self._content = _with(self._content, as_arrays(document, argument, self._read))
+        self._read += num_documents(row, self._read)
+
+
+def _with(content: str, document: Document) -> str:
+    """A hash of documents, with one more."""
+    digest = hashlib.blake2b(content.encode(), digest_size=16)
+    for array in (document.tokens, document.labels):
+        digest.update(b"-" if array is None else np.asarray(array).astype(np.int64).tobytes())
+    return digest.hexdigest()

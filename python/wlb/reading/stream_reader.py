@@ -22,7 +22,7 @@ from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, fie
 from wlb.reading.waiting import Outside, Waiting
 
 FORMAT: Final = "wlb.stream_reader"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,7 @@ class StreamReader:
                     waiting[id] = replace(new, left=left[id], rest=length, entered=entered)
         if waiting.keys() != left.keys():
             raise error(self._argument, self._other("it ends before documents that wait"))
+        stream.check(state["stream"], self._argument)
         stream.stands(state["stream"])
         self._stream, self._reads, self._waiting, self._again = stream, reads, waiting, None
 

@@ -365,6 +365,7 @@ def test_what_would_make_a_model_fit_does(run: Any, tmp_path: Path) -> None:
         assert again.code == 0, (each, again.err)
 
 
+@pytest.mark.a_few(5)
 @pytest.mark.parametrize("name", FILES)
 def test_launch_files_run_as_they_are(name: str, run: Any, tmp_path: Path) -> None:
     written(tmp_path, name)

@@ -65,6 +65,7 @@ def test_a_name_in_the_hubs_cache(made: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "corpus.txt").write_text("\n".join(TEXTS[:4]))
     sentencepiece.SentencePieceTrainer.train(
@@ -74,42 +75,27 @@ def test_sentencepiece(tmp_path: Path) -> None:
     expected = [len(whole.encode(text)) for text in TEXTS[:4]]
     assert load_tokenizer(str(tmp_path / "tokenizer.model")).measure(TEXTS[:4]).tolist() == expected
     assert load_tokenizer(str(tmp_path)).measure(TEXTS[:4]).tolist() == expected
-    (tmp_path / "tokenizer.model").write_bytes((tmp_path / "tokenizer.model").read_bytes()[:100])
-    with pytest.raises(CliError, match="not a tokenizer file of sentencepiece"):
+    (tmp_path / "tokenizer.model").rename(tmp_path / "mine.spm")
+    assert load_tokenizer(str(tmp_path / "mine.spm")).measure(TEXTS[:4]).tolist() == expected, "any name"
+    (tmp_path / "tokenizer.model").write_bytes((tmp_path / "mine.spm").read_bytes()[:100])
+    with pytest.raises(CliError, match=r"--tokenizer .*tokenizer\.model: transformers cannot load it"):
         load_tokenizer(str(tmp_path / "tokenizer.model"))
 
 
-RANKS = {bytes([n]): n for n in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
-
-
-def test_tiktoken(tmp_path: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
-    path = tmp_path / "small_cl100k_base.tiktoken"
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in RANKS.items()))
-    from wlb_tools.command.inputs.tokenizers import _CL100K
-
-    encoding = tiktoken.Encoding("x", pat_str=_CL100K, mergeable_ranks=RANKS, special_tokens={})
-    expected = [len(encoding.encode_ordinary(text)) for text in TEXTS[:4]]
-    assert load_tokenizer(str(path)).measure(TEXTS[:4]).tolist() == expected
-    other = tmp_path / "mine.tiktoken"
-    other.write_bytes(path.read_bytes())
-    with pytest.raises(CliError, match="259 ranks and does not say how text is cut before them"):
-        load_tokenizer(str(other))
-    path.write_bytes(b"dGg= 0\nno line of ranks\n")
-    with pytest.raises(CliError, match=":2: not a tokenizer file of tiktoken"):
-        load_tokenizer(str(path))
-
-
 def test_tekken(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("mistral_common")
     tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([n]): n for n in range(256)} | {b"th": 256, b"the": 257, b" the": 258}
     pattern = r"[^\s]+|\s+"
     vocabulary = [
         {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
-        for token, rank in RANKS.items()
+        for token, rank in ranks.items()
     ]
-    config = {"pattern": pattern, "default_vocab_size": 259 + 10, "default_num_special_tokens": 10}
-    (tmp_path / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocabulary}))
-    encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=RANKS, special_tokens={})
+    config = {"pattern": pattern, "num_vocab_tokens": 259, "default_vocab_size": 269, "version": "v3"}
+    whole = {"config": config | {"default_num_special_tokens": 10}, "vocab": vocabulary}
+    (tmp_path / "tekken.json").write_text(json.dumps(whole))
+    encoding = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     expected = [len(encoding.encode_ordinary(text)) for text in TEXTS[:4]]
     for path in (tmp_path, tmp_path / "tekken.json"):
         assert load_tokenizer(str(path)).measure(TEXTS[:4]).tolist() == expected
@@ -123,6 +109,7 @@ def test_tekken(tmp_path: Path) -> None:
         ("tokenizer_config.json", "{}", "give the tokenizer.json beside it"),
         ("tokenizer.json", '{"model": {"type": "none"}}', "not a tokenizer file"),
         ("vocab.bpe", "#version: 0.2\n", "neither JSON, nor of sentencepiece, nor of tiktoken"),
+        ("mine.tiktoken", "dGg= 0\ndGhl 1\n", "tiktoken does not say how text is cut before it is merged"),
     ],
 )
 def test_what_does_not_load_is_refused_by_name(name: str, content: str, said: str, tmp_path: Path) -> None:

@@ -219,6 +219,8 @@ CASES = [
     Case("prompt and completion, TRL", PAIR, by(trainers.trl_sft), TRL, said="an end of text, by the rule of TRL"),
     Case("prompt and completion as messages", PAIR_CHAT, by(trainers.trl_sft)),
     Case("prompt and response, LLaMA-Factory", RESPONSE, by(trainers.llamafactory("pair")), FACTORY),
+    Case("prompt and completion with system", [{**PAIR[0], "system": "be brief", "tools": TOOLS}],
+         lambda made: made.texts(FOX + DOG), said="Not counted: 'system', 'tools'"),
     Case("input and output with a score", OLD, lambda made: made.texts(FOX + DOG)),
     Case("text, TRL", TEXT, by(trainers.trl_sft), TRL),
     Case("text, axolotl", TEXT, by(trainers.axolotl_text), AXOLOTL),
@@ -270,6 +272,11 @@ CASES = [
          said="does not write 'mood' of messages"),
     Case("images without a processor", [{"messages": CHAT[0]["messages"], "images": ["a.png"]}],
          lambda made: made.chats(CHAT[0]["messages"]), {"field": "messages"}, refused="model's processor counts"),
+    *(Case(f"{kind} beside text", [{"text": FOX, kind: value}], lambda made: made.texts(FOX), {"field": "text"},
+           refused=f"column '{kind}' holds {kind}, whose tokens the model's processor counts")
+      for kind, value in (("image", "a.png"), ("audio", {"path": "a.wav", "bytes": None}), ("video", "a.mp4"))),
+    Case("images beside a prompt and completion", [{**PAIR[0], "images": ["a.png"]}],
+         lambda made: made.texts(FOX + DOG), {"field": "prompt,completion"}, refused="column 'images' holds image"),
     Case("images in parts", [{"messages": [user([{"type": "image", "image": "a.png"}]), assistant(DOG)], "said": FOX}],
          lambda made: made.texts(FOX), {"field": "said"}, refused="holds image, whose tokens"),
 ]  # fmt: skip
@@ -327,6 +334,11 @@ WRONG = [
     ("calls and tools", EMPTY, len((FOX + json.dumps([CALL, OTHER]) + json.dumps(TOOLS)).encode())),
     ("tools", [{**CHAT[0], "tools": TOOLS}], len((FOX + DOG + json.dumps(TOOLS)).encode())),
     ("system and tools", FUNCTION[:1], None),
+    (
+        "system and tools beside a pair",
+        [{**PAIR[0], "system": "be brief", "tools": TOOLS}],
+        len((FOX + DOG + "be brief" + json.dumps(TOOLS)).encode()),
+    ),
 ]
 
 

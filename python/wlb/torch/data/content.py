@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -102,6 +103,31 @@ def warn_of_split_prompts(dataset: Any, numbers: NDArray[np.int64], packer: wlb.
         of = f"{numbers.size:,}" if looked.size == numbers.size else f"{looked.size} (of {numbers.size:,})"
         longer = f"documents with more than max_document_tokens = {packer.max_document_tokens} tokens"
         warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {WAYS}")
+
+
+def head(document: Document) -> str:
+    """A hash of a document that a stream begins with."""
+    return hashlib.blake2b(_bytes(document) or b"", digest_size=16).hexdigest()
+
+
+def warn_of_equal_streams(heads: Mapping[int, Sequence[str]]) -> None:
+    """Warns if two streams begin with the same documents: ranks may have them in another order.
+
+    Args:
+        heads: hashes of the first documents of each stream that was opened, by its number.
+    """
+    by_first: dict[tuple[str, ...], int] = {}
+    for number, found in sorted(heads.items()):
+        if len(found) < 2:
+            continue
+        other = by_first.setdefault(tuple(found[:2]), number)
+        if other != number and all(one == two for one, two in zip(found, heads[other], strict=False)):
+            warn(
+                f"streams[{other}] and streams[{number}] begin with the same documents. Every rank must have the same"
+                " streams in the same order, or some are read twice and others never: sort the names of files, which"
+                " os.listdir and glob give in another order on each host. Ignore this if one stream is listed twice."
+            )
+            return
 
 
 def _bytes(row: Any) -> bytes | None:

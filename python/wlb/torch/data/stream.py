@@ -32,13 +32,14 @@ from wlb.reading.rows import RowReader
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Early, Outside, ReadBatch, Waiting
+from wlb.torch.data.content import head, warn_of_equal_streams
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.shares import Shares
 from wlb.torch.data.step import Step, check_batch
 from wlb.torch.data.thread import Position, PreparedStep, StepIterator, StepsAhead
 
 FORMAT: Final = "wlb.balanced_stream"
-VERSION: Final = 3
+VERSION: Final = 4
 
 T = TypeVar("T")
 
@@ -412,11 +413,13 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                     for number, all in read.items()
                 },
                 "streams": states,
+                "heads": {n: [head(each.document) for each in all[:8]] for n, all in read.items() if not first[n]},
             }
         )
         what = "packer, tokens_per_batch, min_step_tokens, max_early, number, sizes or weights of streams or step"
         self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
+        warn_of_equal_streams({number: heads for part in parts for number, heads in part["heads"].items()})
         documents = {}
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]

@@ -20,6 +20,7 @@ from wlb._core import MAX_TOKENS
 from wlb._rows import (
     Kind,
     Reading,
+    Text,
     Tokens,
     documents,
     is_length_name,
@@ -324,6 +325,8 @@ def row_lengths(rows: Sequence[Mapping[str, Any]], reading: Reading, wanted: Wan
                 kind = "tokens" if isinstance(made, Tokens) else "text"
                 _check_kind(kind, wanted)
                 pieces, more = ([], made.count) if isinstance(made, Tokens) else rule.pieces(made)
+                if isinstance(made, Text) and wanted.tokenizer is not None:
+                    wanted.unread([*made.beside])
                 texts += pieces
                 owners += [len(added)] * len(pieces)
                 added.append(more)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import functools
 import glob
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -319,7 +318,7 @@ def _folder(
             f"{path}: has several splits: give one of them, as {path / splits[0] if splits else path / 'train'}"
         )
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        yield _saved(path, wanted, cache, progress)
+        yield _saved(path, wanted, progress)
         return
     found = _walk([path], pattern or "*", progress)
     data = [each for each in found if not _is_beside(each) and (reader_of(each) or is_index(each))]
@@ -356,32 +355,19 @@ def _is_beside(path: Path) -> bool:
     return any(fnmatch(path.name, each) for each in _BESIDE)
 
 
-def _saved(path: Path, wanted: Wanted, cache: LengthsCache | None, progress: Progress) -> _Part:
+def _saved(path: Path, wanted: Wanted, progress: Progress) -> _Part:
     """Documents of a folder that `Dataset.save_to_disk` wrote."""
     try:
         import datasets
     except ImportError:
-        datasets = None
-    if datasets is not None:
-        try:
-            return _of_dataset(datasets.load_from_disk(str(path)), path, wanted, progress)
-        except CliError:
-            raise
-        except Exception as cause:  # Arrow and datasets may raise anything for a damaged folder
-            said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-            raise CliError(f"{path}: is no whole data set of save_to_disk: {said}") from None
+        raise CliError(f"{path}: is a folder of save_to_disk, which datasets reads: pip install datasets") from None
     try:
-        state = json.loads((path / "state.json").read_bytes())
-        files = [path / each["filename"] for each in state["_data_files"]]
-    except (ValueError, KeyError, TypeError) as cause:
-        raise CliError(f"{path / 'state.json'}: is damaged: {cause!r}") from None
-    missing = [each.name for each in files if not each.is_file()]
-    if missing:
-        raise CliError(f"{path}: state.json names {missing[0]}, which is not there")
-    if state.get("_indices_data_files"):
-        raise CliError(f"{path}: holds a selection of its rows, which datasets reads: pip install datasets")
-    parts = [_file(each, wanted, cache, progress) for each in files]
-    return _Part(np.concatenate([each.lengths for each in parts]), all(each.tokens for each in parts), len(parts))
+        return _of_dataset(datasets.load_from_disk(str(path)), path, wanted, progress)
+    except CliError:
+        raise
+    except Exception as cause:  # Arrow and datasets may raise anything for a damaged folder
+        said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        raise CliError(f"{path}: is no whole data set of save_to_disk: {said}") from None
 
 
 def _python_roots() -> list[Path]:

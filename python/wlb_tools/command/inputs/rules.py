@@ -67,6 +67,9 @@ class Rule:
             ValueError: the trainer, the template or the tokenizer cannot take the document; says what to do.
         """
         if isinstance(made, Text):
+            if made.beside and self._tokenizer is None:
+                self._used = "bytes"
+                return [made.text, *made.beside.values()], 0
             return self._ended(made.text, made.open)
         if self._tokenizer is None:
             _refuse_media(made)

@@ -118,7 +118,7 @@ class Texts(Options):
             prompt,completion. A column has text, token ids, lengths or chat messages.
         pattern: names of the files to take from a directory; by default all data files, or if there are none, every
             file is a document.
-        tokenizer: counts the tokens: a tokenizer.json, a sentencepiece, tiktoken or tekken file, a folder with one, or
+        tokenizer: counts the tokens: a tokenizer.json, a tekken.json, a file of sentencepiece, a folder with one, or
             a name on the hub; by default a byte counts as a token.
         trainer: loop, huggingface, trl, axolotl, llamafactory, lightning, megatron, torchtitan or verl. Rows with text
             become token sequences by the rule of trl, axolotl or llamafactory; by default by the chat template alone.

@@ -6,14 +6,14 @@ length. Special tokens are not added; that is up to the trainer.
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
+import importlib.util
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,10 @@ def _auto(folder: Path) -> Any:
         raise CliError(
             "chat templates and trainers' rules need the package transformers: pip install transformers"
         ) from None
+    for name, package in _NEEDS.items():
+        needed = (folder / name).is_file() and not (folder / "tokenizer.json").is_file()
+        if needed and importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise CliError(f"--tokenizer {folder / name} needs the package {package}; run: pip install {package}")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as cause:  # of many types
@@ -111,8 +115,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     """A tokenizer by its file, its folder, or its name on the hub.
 
     Args:
-        name: a `tokenizer.json`; a sentencepiece or tiktoken file; a `tekken.json`; a folder with one of these, or with
-            any tokenizer of transformers; a name on the hub, taken from the local cache if it is there.
+        name: a `tokenizer.json`; a `tekken.json` or a file of sentencepiece; a folder with one of these, or with any
+            tokenizer of transformers; a name on the hub, taken from the local cache if it is there.
 
     Raises:
         CliError: there is no such file, or it cannot be loaded; says what is missing.
@@ -133,24 +137,29 @@ def load_tokenizer(name: str) -> Tokenizer:
         return Tokenizer(_by_transformers(folder), digest.hexdigest(), folder.name, folder)
     content = path.read_bytes()
     digest.update(content)
-    kind = _kind(path, content)
-    measure = {"tokenizers": _fast, "sentencepiece": _sentencepiece, "tiktoken": _tiktoken, "tekken": _tekken}[kind]
-    return Tokenizer(measure(path, content), digest.hexdigest(), path.name)
+    known_as = _known_as(path, content)
+    measure = _fast(path) if known_as == _NAMES[0] else _alone(path, known_as)
+    return Tokenizer(measure, digest.hexdigest(), path.name)
 
 
 _CONFIGURED = ("tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json")
 """Files beside a tokenizer by which transformers loads it."""
 
-_NAMES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_NEEDS = {"tekken.json": "mistral-common"} | dict.fromkeys(
+    ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), "sentencepiece"
+)
+"""Packages with which transformers reads a tokenizer of this name."""
+
+_NAMES = ("tokenizer.json", *_NEEDS)
 
 
 def _in_folder(folder: Path) -> Path:
     found = [folder / name for name in _NAMES if (folder / name).is_file()]
-    found += sorted(folder.glob("*.tiktoken"))
     if not found and (folder / "tokenizer_config.json").is_file():
         return folder / "tokenizer_config.json"  # a tokenizer of other files, which transformers knows
+    found += sorted(folder.glob("*.tiktoken"))
     if not found:
-        raise CliError(f"--tokenizer {folder}: has none of {', '.join(_NAMES)}, *.tiktoken")
+        raise CliError(f"--tokenizer {folder}: has none of {', '.join(_NAMES)}, tokenizer_config.json")
     return found[0]
 
 
@@ -173,40 +182,30 @@ def _from_hub(name: str) -> Path:
     except CliError:
         raise
     except Exception as cause:  # of many types: no network, unknown name, no permission
-        said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        raise CliError(
-            f"--tokenizer {name}: no such tokenizer file, nor in the hub's cache, nor to be had: {said}"
-        ) from None
+        message = f"no such tokenizer file, nor in the hub's cache, nor to be had: {_said(cause)}"
+        raise CliError(f"--tokenizer {name}: {message}") from None
 
 
-def _kind(path: Path, content: bytes) -> str:
+def _known_as(path: Path, content: bytes) -> str:
+    """The name under which transformers knows such a file, by what is in it."""
     if content.lstrip()[:1] == b"{":
         try:
             said = json.loads(content)
         except ValueError as problem:
             raise CliError(f"--tokenizer {path}: not a tokenizer file: not JSON: {problem}") from None
-        if (
-            isinstance(said, dict)
-            and isinstance(said.get("config"), dict)
-            and "vocab" in said
-            and "pattern" in said["config"]
-        ):
-            return "tekken"
-        if isinstance(said, dict) and "model" in said:
-            return "tokenizers"
+        if "vocab" in said and "pattern" in (said.get("config") or {}):
+            return "tekken.json"
+        if "model" in said:
+            return "tokenizer.json"
         more = ": give the tokenizer.json beside it" if path.name == "tokenizer_config.json" else ""
         raise CliError(f"--tokenizer {path}: not a tokenizer file: it has no model{more}")
+    if content[:1] == b"\x0a":
+        return "tokenizer.model"
     parts = content.split(b"\n", 1)[0].split()
     if len(parts) == 2 and parts[1].isdigit():
-        return "tiktoken"
-    if content[:1] == b"\x0a":
-        return "sentencepiece"
-    message = "not a tokenizer file: neither JSON, nor of sentencepiece, nor of tiktoken"
-    raise CliError(f"--tokenizer {path}: {message}")
-
-
-def _needs(package: str, path: Path) -> CliError:
-    return CliError(f"--tokenizer {path} needs the package {package}; run: pip install {package}")
+        message = "a file of tiktoken does not say how text is cut before it is merged: give the folder of the model"
+        raise CliError(f"--tokenizer {path}: {message}, with its tokenizer_config.json, or a tokenizer.json")
+    raise CliError(f"--tokenizer {path}: not a tokenizer file: neither JSON, nor of sentencepiece, nor of tiktoken")
 
 
 def _counts(lengths: Sequence[int]) -> NDArray[np.int64]:
@@ -222,16 +221,16 @@ def _clean(texts: list[str]) -> list[str]:
     return texts
 
 
-def _fast(path: Path, content: bytes) -> Measure:
+def _fast(path: Path) -> Measure:
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise _needs("tokenizers", path) from None
+        message = "needs the package tokenizers; run: pip install tokenizers"
+        raise CliError(f"--tokenizer {path} {message}") from None
     try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        return _measure_fast(tokenizers.Tokenizer.from_file(str(path)))
     except Exception as error:  # the package raises bare Exception
         raise CliError(f"--tokenizer {path}: not a tokenizer file: {error}") from None
-    return _measure_fast(tokenizer)
 
 
 def _measure_fast(tokenizer: Any) -> Measure:
@@ -245,112 +244,37 @@ def _measure_fast(tokenizer: Any) -> Measure:
     return measure
 
 
+def _alone(path: Path, known_as: str) -> Measure:
+    """Counts by the tokenizer that transformers makes of one file, in a folder that has nothing else."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(path, Path(folder, known_as))
+        try:
+            return _measure_of(_auto(Path(folder)))
+        except CliError as problem:
+            raise CliError(
+                str(problem).replace(str(Path(folder, known_as)), folder).replace(folder, str(path))
+            ) from None
+
+
 def _by_transformers(folder: Path) -> Measure:
     """Counts by the tokenizer that transformers loads, when it is first used."""
     made: list[Measure] = []
 
-    def slow(texts: list[str]) -> NDArray[np.int64]:
-        found = _auto(folder)(_clean(texts), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-        return _counts([len(each) for each in found])
-
     def measure(texts: list[str]) -> NDArray[np.int64]:
-        if not made:
-            backend = getattr(_auto(folder), "backend_tokenizer", None)
-            made.append(slow if backend is None else _measure_fast(backend))
+        if texts and not made:
+            made.append(_measure_of(_auto(folder)))
         return made[0](texts) if texts else _counts([])
 
     return measure
 
 
-def _sentencepiece(path: Path, content: bytes) -> Measure:
-    try:
-        import sentencepiece
-    except ModuleNotFoundError:
-        raise _needs("sentencepiece", path) from None
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except Exception as error:  # RuntimeError, or OSError
-        raise CliError(f"--tokenizer {path}: not a tokenizer file of sentencepiece: {error}") from None
+def _measure_of(tokenizer: Any) -> Measure:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return _measure_fast(backend)
 
-    def measure(texts: list[str]) -> NDArray[np.int64]:
-        return _counts([len(each) for each in processor.encode(_clean(texts), num_threads=cpu_count() or 1)])
+    def slow(texts: list[str]) -> NDArray[np.int64]:
+        found = tokenizer(_clean(texts), add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        return _counts([len(each) for each in found])
 
-    return measure
-
-
-# tiktoken's own encodings cut text like this before merging; a file of ranks does not say with which it was made.
-_CL100K = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|"""
-    r"""\s+(?!\S)|\s"""
-)
-_O200K = "|".join(
-    (
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
-        r"""\p{N}{1,3}""",
-        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
-        r"""\s*[\r\n]+""",
-        r"""\s+(?!\S)""",
-        r"""\s+""",
-    )
-)
-_LLAMA3 = (
-    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"""
-    r"""\s+(?!\S)|\s+"""
-)
-_QWEN = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_PATTERNS = {"cl100k_base": _CL100K, "o200k_base": _O200K, "qwen": _QWEN, "r50k_base": _GPT2, "p50k_base": _GPT2}
-_BY_SIZE = {100256: _CL100K, 199998: _O200K, 128000: _LLAMA3, 151643: _QWEN, 50256: _GPT2, 50280: _GPT2}
-
-
-def _tiktoken(path: Path, content: bytes) -> Measure:
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(content.splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:  # noqa: PERF203 - each names its line
-            if line.strip():
-                raise CliError(
-                    f"--tokenizer {path}:{number}: not a tokenizer file of tiktoken: {line[:40]!r}"
-                ) from None
-    pattern = next((each for name, each in _PATTERNS.items() if name in path.name), _BY_SIZE.get(len(ranks)))
-    if pattern is None:
-        names = ", ".join(_PATTERNS)
-        message = (
-            f"has {len(ranks):,} ranks and does not say how text is cut before them; a name with one of {names} does"
-        )
-        raise CliError(f"--tokenizer {path}: {message}")
-    return _by_ranks(path, ranks, pattern)
-
-
-def _tekken(path: Path, content: bytes) -> Measure:
-    said = json.loads(content)
-    config = said["config"]
-    try:
-        size = int(config["default_vocab_size"]) - int(config["default_num_special_tokens"])
-        ranks = {base64.b64decode(each["token_bytes"]): int(each["rank"]) for each in said["vocab"][:size]}
-    except (KeyError, TypeError, ValueError) as problem:
-        raise CliError(f"--tokenizer {path}: not a whole tekken.json: {problem!r}") from None
-    return _by_ranks(path, ranks, config["pattern"])
-
-
-def _by_ranks(path: Path, ranks: dict[bytes, int], pattern: str) -> Measure:
-    try:
-        import tiktoken
-    except ModuleNotFoundError:
-        raise _needs("tiktoken", path) from None
-    try:
-        encoding = tiktoken.Encoding(path.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    except Exception as error:  # from its Rust: an invalid pattern, ranks that do not fit
-        raise CliError(f"--tokenizer {path}: not a tokenizer file of tiktoken: {error}") from None
-    threads = ThreadPoolExecutor(cpu_count() or 1)
-
-    def count(text: str) -> int:
-        return len(encoding.encode_ordinary(text))
-
-    def measure(texts: list[str]) -> NDArray[np.int64]:
-        return _counts([*threads.map(count, _clean(texts), chunksize=max(1, len(texts) // 64))])
-
-    return measure
+    return slow
