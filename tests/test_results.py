@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("rich")
-pytest.importorskip("torch")
 
-from benches import compare, forests, results, scale
+from benches import compare, forests, results
 from benches.common import DOCS, RECORDS
 
 PAGES = DOCS / "results"
@@ -21,8 +20,6 @@ def test_the_pages_are_those_of_the_records() -> None:
     assert compare.page(record) == (PAGES / "compare.md").read_text(), "run make compare"
     record = json.loads((RECORDS / "forests.json").read_text())
     assert forests.page(record) == (PAGES / "forests.md").read_text(), "run python -m benches.forests"
-    record = json.loads((RECORDS / "scale.json").read_text())
-    assert scale.page(record) == (PAGES / "scale.md").read_text(), "run make scale"
 
 
 def test_a_figure_comes_from_its_record(tmp_path: Path) -> None:
