@@ -51,7 +51,7 @@ test-oldest: $(OLDEST)/.wlb
 ## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas, or its repository
 ## could not be reached.
 test-trainers: $(TRAINERS)/.wlb $(TRAINERS)/llamafactory $(TRAINERS)/axolotl
-	WLB_TORCHTITAN=$(abspath $(TRAINERS))/torchtitan $(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
+	$(foreach name,torchtitan slime nemo_rl areal prime_rl skyrl openrlhf,WLB_$(shell echo $(name) | tr a-z A-Z)=$(abspath $(TRAINERS))/$(name)) $(TRAINERS)/bin/python -m pytest -m "long or not long" tests/trainers tests/torch/test_training.py tests/torch/test_verify.py tests/torch/test_stream.py::test_killed_and_resumed --may-skip 'llamafactory,axolotl,this megatron-core has no,could not be reached,$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(TRAINERS)/llamafactory $(TRAINERS)/bin/python -m pytest tests/trainers/test_llamafactory.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,llamafactory)
 	HF_HUB_OFFLINE=1 AXOLOTL_DO_NOT_TRACK=1 PYTHONPATH=$(TRAINERS)/axolotl $(TRAINERS)/bin/python -m pytest tests/trainers/test_axolotl.py --may-skip '$(TRAINERS_MAY_SKIP)' $(TRAINERS_FLAGS)$(call none_if_named,axolotl)
 
@@ -182,19 +182,34 @@ $(TRAINERS)/.wlb: $(SOURCES)
 	$(TRAINERS)/bin/python -m pip install . --group test --group trainers
 	# verl asks for whole inference engines: without what its planner does not import. Its tests are skipped without it.
 	# Its trainer, which _balance_batch is of, imports more than its planner.
-	$(TRAINERS)/bin/python -m pip install tensordict ray pandas codetiming hydra-core peft dill orjson pylatexenc cachetools fastapi uvicorn transferqueue || true
+	$(TRAINERS)/bin/python -m pip install tensordict ray pandas codetiming hydra-core peft dill orjson pylatexenc cachetools fastapi uvicorn msgspec transferqueue || true
 	$(TRAINERS)/bin/python -m pip install --no-deps verl || true
 	# Its own tests of its planner are in no package.
-	test -d $(TRAINERS)/verl || { git clone --depth 1 --filter blob:none --sparse --branch v0.9.1 https://github.com/verl-project/verl $(TRAINERS)/verl \
-	    && git -C $(TRAINERS)/verl sparse-checkout set tests/utils; } || true
+	$(call clone,verl,verl-project/verl,v0.9.1,tests/utils)
 	# Its Grain data pipeline is in no release yet.
-	test -d $(TRAINERS)/torchtitan || { git clone --filter blob:none https://github.com/pytorch/torchtitan $(TRAINERS)/torchtitan \
-	    && git -C $(TRAINERS)/torchtitan checkout --quiet b5bcd76c66d0acb1a08b176d9639425bc55e0b2a; } || true
+	$(call clone,torchtitan,pytorch/torchtitan,b5bcd76c66d0acb1a08b176d9639425bc55e0b2a,torchtitan)
+	# In no package, or with whole inference engines; docs/trainers/rl.md has the commits.
+	$(call clone,slime,THUDM/slime,624b824a898ab0ec1fcb4d373004c7f3852bf515,slime/utils tests)
+	$(call clone,nemo_rl,NVIDIA-NeMo/RL,7ea279abfbeb698b092856d0dab61e7cf39bc909,nemo_rl/data/packing)
+	$(call clone,areal,inclusionAI/AReaL,4aef98d8d818af55b43621aaadba047ae10f4e77,areal/utils)
+	$(call clone,prime_rl,PrimeIntellect-ai/prime-rl,559b44772e471d1538537b8805cc77f3824a5e64,src/prime_rl/trainer src/prime_rl/transports)
+	$(call clone,skyrl,NovaSky-AI/SkyRL,a9564572eb8e91076be43c1bd5e4615e3de17265,skyrl/train/dataset)
+	$(call clone,openrlhf,OpenRLHF/OpenRLHF,3c3be6234e0cb353e76bb8019947db9dfe99fca7,openrlhf)
 	# `pretrain` is in no package. The path comes after the installed megatron-core.
 	$(TRAINERS)/bin/python -m pip install six || true
 	test -d $(TRAINERS)/Megatron-LM || git clone --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM $(TRAINERS)/Megatron-LM || true
 	echo $(abspath $(TRAINERS))/Megatron-LM > $$($(TRAINERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/megatron-lm.pth
 	touch $@
+
+# A repository of GitHub at a commit or tag, and some of its folders. Where the network has none, no folder is left, and
+# the tests say that it could not be reached.
+define clone
+test -d $(TRAINERS)/$(1) || { git init --quiet $(TRAINERS)/$(1) \
+	    && git -C $(TRAINERS)/$(1) remote add origin https://github.com/$(2) \
+	    && git -C $(TRAINERS)/$(1) sparse-checkout set $(4) \
+	    && git -C $(TRAINERS)/$(1) fetch --quiet --depth 1 --filter blob:none origin $(3) \
+	    && git -C $(TRAINERS)/$(1) checkout --quiet FETCH_HEAD; } || rm -rf $(TRAINERS)/$(1)
+endef
 
 # Programs that want other versions of what is there: a folder each, which goes before. Its tests are skipped without it.
 $(TRAINERS)/llamafactory $(TRAINERS)/axolotl: $(TRAINERS)/%: tests/trainers/%.txt | $(TRAINERS)/.wlb

@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -185,6 +186,11 @@ def bars() -> Progress:
 def tables(width: int) -> Console:
     """Where tables go: as wide as the terminal, or so many columns in a file."""
     return Console(width=None if sys.stdout.isatty() else width)
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of a page."""
+    return textwrap.wrap(text, 118)
 
 
 def markdown(table: Table) -> Iterator[str]:

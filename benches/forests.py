@@ -20,7 +20,6 @@ import itertools
 import json
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 import wlb
-from benches.common import COST, DOCS, Row, machine, markdown, options, parse, rounded, tables, write_record
+from benches.common import COST, DOCS, Row, machine, markdown, options, parse, rounded, tables, wrapped, write_record
 from benches.peers import one_file
 
 Ints = NDArray[np.int64]
@@ -287,11 +286,6 @@ def clock(groups: Sequence[int], log: Path) -> Row:
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
-
-
-def wrapped(text: str) -> list[str]:
-    """Lines of a page."""
-    return textwrap.wrap(text, 118)
 
 
 def page(record: Row) -> str:

@@ -79,12 +79,17 @@ def standing_in(names: Sequence[str]) -> Iterator[None]:
 
 def one_file(package: str, module: str, stand_ins: Sequence[str] = ()) -> ModuleType:
     """One file of an installed distribution, without its package, which would import all that it depends on."""
-    name = f"peer:{module}"
+    path = Path(str(distribution(package).locate_file(module.replace(".", "/") + ".py")))
+    return loaded_file(path, f"{package} {version(package)} has no {module}", stand_ins)
+
+
+def loaded_file(path: Path, missing: str, stand_ins: Sequence[str] = ()) -> ModuleType:
+    """The module of a file, loaded once; `missing` is the error if there is none."""
+    name = f"peer:{path}"
     if name not in sys.modules:
-        path = Path(str(distribution(package).locate_file(module.replace(".", "/") + ".py")))
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None or not path.exists():
-            raise ImportError(f"{package} {version(package)} has no {module}")
+            raise ImportError(missing)
         with standing_in(stand_ins):
             loaded = sys.modules[name] = importlib.util.module_from_spec(spec)
             try:

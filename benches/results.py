@@ -44,6 +44,7 @@ PAGES: dict[str, tuple[str, str, str]] = {
     "gains": ("gains.md", "What wlb gains, by how you train", "python -m benches.gains"),
     "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
     "forests": ("forests.md", "Planners that share prefixes, beside wlb", "python -m benches.forests"),
+    "rl": ("rl.md", "Rounds of reinforcement learning", "python -m benches.rl"),
     "engine": ("engine.md", "How fast plans are made", "make bench"),
     "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof of commit 78a1bdd8"),
     "gpu": ("gpu.md", "One H200", "make gpu"),

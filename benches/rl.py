@@ -1,178 +1,66 @@
-"""Rounds of reinforcement learning: wlb's plans beside those of verl and TransferQueue, and through the adapters.
+"""Rounds of reinforcement learning: wlb's plans beside those of other trainers, and through wlb's adapters.
 
     pip install transferqueue==0.1.11; pip install --no-deps verl==0.9.1    # and what these import
-    python -m benches.rl                     # prints the table, writes benches/records/rl.json
+    python -m benches.rl     # prints the table, writes benches/records/rl.json and docs/results/rl.md
+
+slime, NeMo-RL and AReaL are in no package: WLB_SLIME, WLB_NEMO_RL and WLB_AREAL name checkouts. The clock on the page
+is that of `python -m benches.rl_clock`.
 
 Three rounds, drawn with numpy. A: 64 prompts x 8 samples, one step. B: 512 prompts x 16, four steps. C: 256 prompts of
 1 to 20 samples of very unequal lengths, four steps. On 8 and on 64 ranks; costs are verl's, 24,576 d + d^2. *Once*: the
 step over a perfectly even one, if ranks wait for each other once a step; *every*: if they wait in every micro-batch.
-The trainers' own functions are called; a rank's steps are cut and split into micro-batches as verl's workers do it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import json
+import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 import wlb
-from benches.common import Lengths, Row, bars, machine, options, package_version, parse, rounded, tables, write_record
-from wlb.integrations import slices
+from benches.common import (
+    DOCS,
+    Row,
+    bars,
+    machine,
+    markdown,
+    options,
+    package_version,
+    parse,
+    rounded,
+    tables,
+    wrapped,
+    write_record,
+)
+from benches.rl_planners import (
+    CHECKOUTS,
+    COST,
+    Plan,
+    Round,
+    checkout,
+    of_areal,
+    of_nemo_rl,
+    of_slime,
+    of_transferqueue,
+    of_verl,
+    padded,
+    rounds,
+    through_adapter,
+    whole,
+)
 
-COST = wlb.CostModel(attention=2.0, linear=24575.0)
 RANKS = (8, 64)
 CLASSES = 3  # policy versions, for the time of planning
-Plan = list[list[list[list[int]]]]  # by step, rank and micro-batch: samples
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """A round of samples.
-
-    Attributes:
-        lengths: tokens of each sample.
-        prompts: prompt of each sample.
-        steps: optimizer steps.
-        cap: most tokens of a micro-batch.
-    """
-
-    lengths: Lengths
-    prompts: Lengths
-    steps: int
-    cap: int
-
-
-def rounds() -> dict[str, Round]:
-    """The three rounds."""
-    rng = np.random.default_rng(1)
-    asked = rng.lognormal(np.log(1500), 0.6, 64).clip(1, 16384).astype(np.int64).repeat(8)
-    answers = rng.lognormal(np.log(2000), 1.0, 512).clip(16, 16384).astype(np.int64)
-    a = Round(lengths=asked + answers, prompts=np.arange(64).repeat(8), steps=1, cap=32768)
-    rng = np.random.default_rng(2)
-    asked = rng.integers(200, 2001, 512).repeat(16)
-    answers = rng.lognormal(np.log(6000), 0.9, 8192).clip(1, 30720).astype(np.int64)
-    b = Round(lengths=asked + answers, prompts=np.arange(512).repeat(16), steps=4, cap=40960)
-    rng = np.random.default_rng(3)
-    prompts = np.arange(256).repeat(rng.integers(1, 21, 256))
-    lengths = rng.lognormal(np.log(4000), 1.3, prompts.size).clip(1, 32768).astype(np.int64)
-    return {"A": a, "B": b, "C": Round(lengths=lengths, prompts=prompts, steps=4, cap=40960)}
-
-
-# --- planners --------------------------------------------------------------------------------------------------------
-
-
-def whole(held: Round, ranks: int, **more: Any) -> Plan:
-    """`wlb.rl.plan`."""
-    plan = wlb.rl.plan(
-        held.lengths,
-        dp_size=ranks,
-        max_tokens=held.cap,
-        cost_model=COST,
-        groups=held.prompts,
-        num_steps=held.steps,
-        **more,
-    )
-    every_rank = range(ranks)
-    return [
-        [[part.tolist() for part in plan.micro_batches(step, rank)] for rank in every_rank] for step in range(len(plan))
-    ]
-
-
-def padded(held: Round, ranks: int) -> tuple[Round, int]:
-    """The round with verl's padding, short samples of their own, and its samples in a step."""
-    size = -(-held.lengths.size // (held.steps * ranks)) * ranks
-    pads = size * held.steps - held.lengths.size
-    lengths = np.append(held.lengths, np.full(pads, 128))
-    prompts = np.append(held.prompts, held.prompts.max() + 1 + np.arange(pads))
-    return Round(lengths=lengths, prompts=prompts, steps=held.steps, cap=held.cap), size
-
-
-def through_adapter(held: Round, ranks: int, *, together: Any) -> Plan:
-    """As wlb's adapters for verl ("step") and TransferQueue ("rank"), each rank splitting its steps by our function."""
-    verl = importlib.import_module("wlb.integrations.verl")
-    parts, _ = slices.planned(
-        held.lengths,
-        COST.cost(held.lengths),
-        held.prompts.tolist(),
-        dp_size=ranks,
-        samples_per_step=held.lengths.size // held.steps,
-        together=together,
-    )
-    plan: Plan = []
-    for step in range(held.steps):
-        held_by = [parts[rank][step] for rank in range(ranks)]
-        work = [(held.lengths[of], COST.cost(held.lengths[of])) for of in held_by]
-        count = max(len(verl._packed(tokens, costs, held.cap, None, 1)) for tokens, costs in work)
-        while True:
-            packed = [verl._packed(tokens, costs, held.cap, count, 1) for tokens, costs in work]
-            if all(one is not None for one in packed):
-                break
-            count += 1
-        plan.append(
-            [
-                [of[one[int(at)].document_ids].tolist() for at in one.deal(1)[0]]
-                for of, one in zip(held_by, packed, strict=True)
-            ]
-        )
-    return plan
-
-
-def of_verl(held: Round, ranks: int, *, stepwise: bool) -> Plan:
-    """As verl 0.9.1: the round balanced and then cut, as its trainer does, or each step balanced (`keep_minibatch`)."""
-    verl = importlib.import_module("verl.utils.seqlen_balancing")
-    work = (24576 * held.lengths + held.lengths**2).tolist()
-    size = held.lengths.size // held.steps
-    if stepwise:
-        starts = range(0, held.lengths.size, size)
-        cut = [verl.get_seqlen_balanced_partitions(work[at : at + size], ranks, equal_size=True) for at in starts]
-        steps = [[[at + sample for sample in part] for part in parts] for at, parts in zip(starts, cut, strict=True)]
-    else:
-        slots = [_ends(part, work) for part in verl.get_seqlen_balanced_partitions(work, ranks, equal_size=True)]
-        each = size // ranks
-        steps = [[slot[step * each : (step + 1) * each] for slot in slots] for step in range(held.steps)]
-    return [_split(step, held, work, verl) for step in steps]
-
-
-def _ends(part: list[int], work: list[int]) -> list[int]:
-    rising = sorted(part, key=lambda sample: (work[sample], sample))
-    return rising[::2] + rising[1::2][::-1]
-
-
-def _split(ranks: list[list[int]], held: Round, work: list[int], verl: Any) -> list[list[list[int]]]:
-    """Micro-batches as `rearrange_micro_batches` makes them: one more until every rank keeps to the cap."""
-    count = max(-(-int(held.lengths[of].sum()) // held.cap) for of in ranks)
-    while True:
-        plan = []
-        for of in ranks:
-            parts = verl.get_seqlen_balanced_partitions([work[sample] for sample in of], count, equal_size=False)
-            parts.sort(key=lambda part: (sum(work[of[at]] for at in part), part[0]), reverse=True)
-            plan.append([[of[at] for at in part] for part in parts[::2][::-1] + parts[1::2]])
-        if all(held.lengths[part].sum() <= held.cap for rank in plan for part in rank):
-            return plan
-        count += 1
-
-
-def of_transferqueue(held: Round, ranks: int) -> Plan:
-    """TransferQueue 0.1.11: whole prompts on ranks by tokens, step by step, then verl's micro-batches."""
-    sampler = importlib.import_module("transfer_queue.sampler.seqlen_balanced_sampler")
-    verl = importlib.import_module("verl.utils.seqlen_balancing")
-    work, plan = (24576 * held.lengths + held.lengths**2).tolist(), []
-    if len(np.unique(np.bincount(held.prompts))) > 1:
-        raise ValueError("takes prompts of one size")
-    n = held.lengths.size // len(np.unique(held.prompts))
-    for groups in np.array_split(np.arange(held.lengths.size).reshape(-1, n), held.steps):
-        tokens = held.lengths[groups].sum(axis=1).tolist()
-        parts = sampler.get_seqlen_balanced_partitions(tokens, ranks, equal_size=True)
-        plan.append(_split([groups[part].ravel().tolist() for part in parts], held, work, verl))
-    return plan
 
 
 # --- judging ---------------------------------------------------------------------------------------------------------
@@ -180,7 +68,7 @@ def of_transferqueue(held: Round, ranks: int) -> Plan:
 
 def judged(plan: Plan, held: Round, ranks: int) -> Row:
     """What a plan takes and what it breaks."""
-    costs, once, every, even, over, count = COST.cost(held.lengths), 0.0, 0.0, 0.0, 0, []
+    costs, once, every, even, over, count = held.cost.cost(held.lengths), 0.0, 0.0, 0.0, 0, []
     for step in plan:
         longest = max(map(len, step))
         work = np.array(
@@ -215,6 +103,10 @@ PLANNERS: dict[str, tuple[Planner, bool]] = {
     "verl, whole round": (partial(of_verl, stepwise=False), True),
     "verl, each step": (partial(of_verl, stepwise=True), True),
     "TransferQueue, then verl": (of_transferqueue, True),
+    "slime": (of_slime, False),
+    "NeMo-RL": (of_nemo_rl, True),
+    "AReaL": (partial(of_areal, algorithm="ffd"), False),
+    "AReaL, Karmarkar-Karp": (partial(of_areal, algorithm="kk"), False),
 }
 """By name: the planner, and whether it gets a round with equal numbers of samples for all ranks and steps."""
 
@@ -267,34 +159,100 @@ def planning(repeats: int = 15) -> Row:
     return {"samples": held.lengths.size, "classes": CLASSES, **times}
 
 
-def table(rows: list[Row]) -> Table:
-    """One line for each planner and round."""
-    shown = Table(
-        "round", "ranks", "planner", "once", "every", "micro-batches", "over cap", "parted", "lost", "ms of CPU"
+COLUMNS = ("once", "every", "micro-batches", "over cap", "prompts parted", "lost or twice", "ms of CPU")
+
+
+def cells(row: Row) -> list[str]:
+    """Of a planner in a round, as in COLUMNS."""
+    if "refused" in row:
+        return [f"not run: {row['refused']}", *[""] * (len(COLUMNS) - 1)]
+    counts = [str(row[name]) for name in ("micro_batches", "over_cap", "prompts_parted", "lost_or_twice")]
+    return [f"{row['once']:.3f}", f"{row['every']:.3f}", *counts, f"{row['ms']:,.1f}"]
+
+
+def commits() -> Row:
+    """Of the checkouts."""
+    found: Row = {}
+    for trainer in CHECKOUTS:
+        with contextlib.suppress(ImportError):
+            command = ["git", "-C", str(checkout(trainer)), "rev-parse", "--short=8", "HEAD"]
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+            found[trainer] = said or "of a folder"
+    return found
+
+
+def page(record: Row, clock: Row) -> str:
+    """docs/results/rl.md."""
+    about, rows, spent = record["machine"], record["rows"], record["planning"]
+    versions = ", ".join(f"{name} {number}" for name, number in about["packages"].items() if number)
+    text = ["Written by `python -m benches.rl` from benches/records/rl.json and rl_clock.json; do not edit.", ""]
+    text += ["# Rounds of reinforcement learning: trainers' planners beside wlb", ""]
+    text += wrapped(
+        "Time of the optimizer steps over perfectly even ones, by costs. *Once*: ranks wait for each other once a "
+        "step. *Every*: in every micro-batch. Costs are verl's for every planner. Each planner is the trainer's own "
+        "function; what the trainer does around it is in benches/rl_planners.py. A planner that parts prompts between "
+        "steps has more samples to choose from. verl, NeMo-RL, TransferQueue and the adapters for them need equally "
+        "many samples on all ranks, so that round C is padded for them."
     )
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["round"], str(row["ranks"]), row["planner"], row["refused"])
-            continue
-        counts = [str(row[name]) for name in ("micro_batches", "over_cap", "prompts_parted", "lost_or_twice")]
-        times = [f"{row['once']:.4f}", f"{row['every']:.4f}"]
-        shown.add_row(row["round"], str(row["ranks"]), row["planner"], *times, *counts, f"{row['ms']:.1f}")
-    return shown
+    text += ["", f"Measured {about['time'][:10]}, commit {about['commit']}; {versions}."]
+    what = {
+        "A": "64 prompts of 8 samples, one step",
+        "B": "512 prompts of 16 samples, four steps",
+        "C": "256 prompts of 1 to 20 samples, four steps",
+    }
+    for name in what:
+        for ranks in RANKS:
+            shown = Table("planner", *COLUMNS)
+            for row in rows:
+                if (row["round"], row["ranks"]) == (name, ranks):
+                    shown.add_row(row["planner"], *cells(row))
+            text += ["", f"## {name}, {ranks} ranks: {what[name]}", "", *markdown(shown)]
+    said = f"Planning {spent['samples']:,} samples with four steps, {spent['classes']} classes and weights takes"
+    text += ["", *wrapped(f"{said} {spent['ms']:.1f} ms of CPU; packing step by step {spent['packs_ms']:.1f} ms.")]
+    text += ["", *clock_section(clock)]
+    return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def clock_section(clock: Row) -> list[str]:
+    """What `python -m benches.rl_clock` measured."""
+    about, packages = clock["machine"], clock["machine"]["packages"]
+    text = ["## The clock", ""]
+    text += wrapped(
+        f"`python -m benches.rl_clock --lengths {clock['lengths']}.npy`, {about['time'][:10]}, commit "
+        f"{about['commit']}, torch {packages['torch']}, verl {packages['verl']}: loss and model of examples/grpo.py on "
+        "two processes over gloo, one optimizer step of 48 samples, whose lengths are a quarter of real ones. The "
+        "plain order gives each rank an equal slice and fills micro-batches in order. Times are over those of wlb's "
+        f"plan in the same run, on {about['cores']} cores under a load of {about['load'][0]:.0f}. All plans train the "
+        "same samples: losses and gradients are apart by rounding."
+    )
+    shown = Table("ranks meet", "plan", "time over wlb's", "over even, by costs", "losses apart", "gradients apart")
+    for row in clock["plans"]:
+        met = "once a step" if row["meet"] == "step" else "in every micro-batch (FSDP)"
+        ratios = [f"{row['over_wlb']:.2f}", f"{row['over_even_by_costs']:.3f}"]
+        shown.add_row(met, row["plan"], *ratios, f"{row['loss_apart']:.0e}", f"{row['gradients_apart']:.0e}")
+    return [*text, "", *markdown(shown)]
 
 
 def main() -> None:
-    given = parse(options(__doc__, record="rl.json"))
+    parser = options(__doc__, record="rl.json")
+    parser.add_argument("--page", type=Path, default=DOCS / "results" / "rl.md", help="where the page goes")
+    given = parse(parser)
     warnings.filterwarnings("ignore", message="groups: prompt")  # 64 prompts on 64 ranks: the table shows it
     with bars() as progress:
         rows = measure(progress)
     spent = planning()
+    shown = Table("round", "ranks", "planner", *COLUMNS)
+    for row in rows:
+        shown.add_row(row["round"], str(row["ranks"]), row["planner"], *cells(row))
     console = tables(150)
-    console.print(table(rows))
+    console.print(shown)
     said = f"planning {spent['samples']} samples, four steps, {spent['classes']} classes, weights"
     console.print(f"{said}: {spent['ms']:.1f} ms of CPU; packed step by step {spent['packs_ms']:.1f}")
-    packages = {name: package_version(name) for name in ("verl", "transferqueue")}
-    record: Row = {"machine": machine() | {"packages": packages}, "rows": rows, "planning": spent}
-    write_record(given.record, rounded(record))
+    packages = {name: package_version(name) for name in ("verl", "transferqueue")} | commits()
+    record: Row = rounded({"machine": machine() | {"packages": packages}, "rows": rows, "planning": spent})
+    write_record(given.record, record)
+    clock = json.loads(given.record.with_name("rl_clock.json").read_text())
+    given.page.write_text(page(record, clock))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from benches import compare, forests, results
+from benches import compare, forests, results, rl
 from benches.common import DOCS, RECORDS
 
 PAGES = DOCS / "results"
@@ -20,6 +20,8 @@ def test_the_pages_are_those_of_the_records() -> None:
     assert compare.page(record) == (PAGES / "compare.md").read_text(), "run make compare"
     record = json.loads((RECORDS / "forests.json").read_text())
     assert forests.page(record) == (PAGES / "forests.md").read_text(), "run python -m benches.forests"
+    record, clock = (json.loads((RECORDS / name).read_text()) for name in ("rl.json", "rl_clock.json"))
+    assert rl.page(record, clock) == (PAGES / "rl.md").read_text(), "run python -m benches.rl"
 
 
 def test_a_figure_comes_from_its_record(tmp_path: Path) -> None:

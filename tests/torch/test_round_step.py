@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wlb
 import wlb.torch as wt
+from examples.llama import LlamaConfig, LlamaStage
 from tests.torch import processes
 from tests.torch.test_training import Network
 from wlb.torch.data import IGNORE, PackedBatch, Step
@@ -35,8 +36,10 @@ def samples() -> list[wt.Document]:
     return made
 
 
-def step_of(mean: Any = "sample", *, number: int = 0, rank: int | None = None, **options: Any) -> Step[PackedBatch]:
-    size = dist.get_world_size() if dist.is_initialized() else 2
+def step_of(
+    mean: Any = "sample", *, number: int = 0, rank: int | None = None, size: int | None = None, **options: Any
+) -> Step[PackedBatch]:
+    size = size or (dist.get_world_size() if dist.is_initialized() else 2)
     rank = dist.get_rank() if rank is None else rank
     plan = wlb.rl.plan(LENGTHS, dp_size=size, max_tokens=64, cost_model=COST, groups=PROMPTS, num_steps=2)
     given: dict[str, Any] = {"lengths": LENGTHS, "loss_tokens": LOSS_TOKENS, "dp_rank": rank, **options}
@@ -116,8 +119,17 @@ def trained(rank: int, mean: Any, number: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("mean", ["token", "sample", "prompt"])
 def test_the_whole_samples_train_the_mean(mean: str, number: int) -> None:
     """Gradients of whole samples on two ranks, beside the mean over samples alone, written out."""
-    model, held = Network().double(), samples()
-    here = np.unique(np.concatenate([b.document_ids for r in range(2) for b in of_rank(r, mean, number)]))
+    expected = gradients_of_samples(Network().double(), mean, number)
+    for found in processes.run(2, trained, mean, number):
+        for mine, true in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, true, rtol=1e-6, atol=1e-7)  # the column is float32
+
+
+def gradients_of_samples(model: nn.Module, mean: Any, number: int, ranks: int = 2) -> list[np.ndarray]:
+    """Of the mean over the samples of a step, each computed alone."""
+    held = samples()
+    batches = [batch for rank in range(ranks) for batch in of_rank(rank, mean, number, ranks)]
+    here = np.unique(np.concatenate([batch.document_ids for batch in batches]))
     losses = []
     for sample in here.tolist():
         batch = wt.collate([held[sample]])
@@ -136,15 +148,48 @@ def test_the_whole_samples_train_the_mean(mean: str, number: int) -> None:
         ]
         whole = torch.stack(of_prompts).mean()
     whole.backward()  # type: ignore[no-untyped-call]
-    expected = [parameter.grad for parameter in model.parameters()]
-    for found in processes.run(2, trained, mean, number):
+    return [parameter.grad.numpy() for parameter in model.parameters() if parameter.grad is not None]
+
+
+class Attending(nn.Module):
+    """The examples' Llama, on the ranks of a context-parallel group."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        shape = {"hidden_size": 16, "ffn_hidden_size": 24, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}
+        self.stage, self.group = LlamaStage(LlamaConfig(**shape, vocab_size=11)), group
+        self.stage.initialize(seed=3)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        group = self.group if batch.cp_size > 1 else None  # `verify` runs samples alone, on one rank
+        result: Tensor = self.stage(batch.tokens, position_ids=batch.position_ids, shard=batch.shard, group=group)
+        return result
+
+
+def trained_in_context(rank: int, mean: Any, number: int) -> tuple[list[np.ndarray], str]:
+    """On context-parallel groups of two neighbours; and what `verify` says of the step."""
+    warnings.simplefilter("ignore")
+    size = dist.get_world_size() // 2
+    groups = [dist.new_group([first, first + 1]) for first in range(0, 2 * size, 2)]
+    options: dict[str, Any] = {"number": number, "rank": rank // 2, "size": size, "cp_rank": rank % 2, "cp_size": 2}
+    model = Attending(groups[rank // 2])
+    proof = wt.verify(model, step_of(mean, **options), report=None)
+    wt.train_step(model, step_of(mean, **options))
+    return [parameter.grad.numpy() for parameter in model.parameters() if parameter.grad is not None], str(proof)
+
+
+@pytest.mark.parametrize(("mean", "ranks"), [("token", 2), ("prompt", 2), ("sample", 4)])
+def test_context_parallel_ranks_train_the_mean(mean: str, ranks: int) -> None:
+    """Samples that are divided over two ranks, on one and two data-parallel ranks, beside each sample alone."""
+    expected = gradients_of_samples(Attending(), mean, 1, ranks // 2)
+    for found, proof in processes.run(ranks, trained_in_context, mean, 1):
+        assert "wrong" not in proof
         for mine, true in zip(found, expected, strict=True):
-            assert true is not None
-            np.testing.assert_allclose(mine, true.numpy(), rtol=1e-6, atol=1e-7)  # the column is float32
+            np.testing.assert_allclose(mine, true, rtol=1e-4, atol=1e-6)
 
 
-def of_rank(rank: int, mean: Any, number: int) -> list[PackedBatch]:
-    return step_of(mean, number=number, rank=rank).micro_batches
+def of_rank(rank: int, mean: Any, number: int, ranks: int) -> list[PackedBatch]:
+    return step_of(mean, number=number, rank=rank, size=ranks).micro_batches
 
 
 def test_what_is_refused() -> None:

@@ -6,6 +6,7 @@ With `--may-skip`, as `make test-trainers` has it, what ran is printed, and a sk
 from __future__ import annotations
 
 import os
+import subprocess
 from collections import Counter, defaultdict
 from importlib import metadata
 from pathlib import Path
@@ -44,10 +45,22 @@ PACKAGES = {
     "test_rl_means.py": "trl",
     "test_streams.py": "datasets",
     "test_torchtitan.py": "torchtitan",
-    "test_torchtitan_packing.py": "torchtitan",
     "test_transferqueue.py": "transferqueue",
     "test_trl.py": "trl",
     "test_verl.py": "verl",
+}
+# Trainers that are read from checkouts, and the variables that name these.
+CHECKOUTS = {
+    "test_rl_slots.py": (
+        "WLB_SLIME",
+        "WLB_NEMO_RL",
+        "WLB_AREAL",
+        "WLB_PRIME_RL",
+        "WLB_TORCHTITAN",
+        "WLB_SKYRL",
+        "WLB_OPENRLHF",
+    ),
+    "test_torchtitan_packing.py": ("WLB_TORCHTITAN",),
 }
 
 
@@ -96,8 +109,9 @@ class _WhatRan:
         terminalreporter.section("what ran")
         for file, counts in sorted(self._counts.items()):
             package = PACKAGES.get(file, "torch")
+            version = _commits(CHECKOUTS[file]) if file in CHECKOUTS else f"{package} {_version(package):12}"
             outcomes = ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))
-            terminalreporter.line(f"{file:30} {package} {_version(package):12} {outcomes}")
+            terminalreporter.line(f"{file:30} {version} {outcomes}")
         for test, why in self._unexpected():
             terminalreporter.line(f"FAILED: {test} was skipped, and --may-skip does not name it: {why}", red=True)
 
@@ -116,3 +130,15 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "(missing)"
+
+
+def _commits(variables: tuple[str, ...]) -> str:
+    """What the variables name, and which commits."""
+    found = []
+    for variable in variables:
+        folder, said = os.environ.get(variable, ""), "(missing)"
+        if folder and Path(folder).is_dir():
+            command = ["git", "-C", folder, "describe", "--always", "--exclude", "*"]
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "(no commit)"
+        found.append(f"{variable.removeprefix('WLB_').lower()} {said}")
+    return ", ".join(found)
