@@ -102,7 +102,7 @@ def speed() -> list[Row]:
 
 
 RANKS = 64
-DYNAMIC: dict[str, Any] = {"world_size": RANKS, "max_tokens_per_rank": 8192, "cp_overlap": 0.0}
+DYNAMIC: dict[str, Any] = {"world_size": RANKS, "max_tokens_per_rank": 8192}
 
 
 def by_columns(plan: wlb.DynamicCpPlan, costs: Costs) -> float:
@@ -128,7 +128,8 @@ def dynamic() -> list[Row]:
             over, by_sum, one = [], [], []
             for seed in range(SEEDS // 2):
                 lengths, costs = dynamic_batch(draw, seed)
-                shape = {**DYNAMIC, "num_stages": stages, "cp_seconds_per_token": price / float(lengths.sum())}
+                exchange = wlb.Exchange(seconds_per_token=price / float(lengths.sum()), overlap=0.0)
+                shape = {**DYNAMIC, "num_stages": stages, "exchange": exchange}
                 plan = wlb.plan_dynamic_cp(lengths, costs=costs, **shape)
                 over.append(plan.seconds / plan.lower_bound)
                 other = wlb.plan_dynamic_cp(lengths, costs=costs.sum(axis=1), **shape)
@@ -155,7 +156,8 @@ def dynamic_speed() -> list[Row]:
     rows: list[Row] = []
     lengths, costs = dynamic_batch(MIXTURES["images in 70 %"], 0)
     for stages, price in ((1, 0.0), (1, 0.1), (8, 0.0), (8, 0.1)):
-        shape = {**DYNAMIC, "num_stages": stages, "cp_seconds_per_token": price / float(lengths.sum())}
+        exchange = wlb.Exchange(seconds_per_token=price / float(lengths.sum()), overlap=0.0)
+        shape = {**DYNAMIC, "num_stages": stages, "exchange": exchange}
         works: list[Callable[[], object]] = [
             lambda shape=shape: wlb.plan_dynamic_cp(lengths, costs=costs.sum(axis=1), **shape),
             lambda shape=shape: wlb.plan_dynamic_cp(lengths, costs=costs, **shape),

@@ -46,7 +46,7 @@ WORLD, STAGES, TOKENS = 64, 8, 8192
 LONGEST = 131072
 WORLDS = (24, 32, 48, 64, 96, 128, 768)
 OVERHEADS = (0.0, 1e-3, 5e-3, 20e-3)  # seconds of every micro-batch on every stage
-SEVEN_US = {"cp_seconds_per_token": 7e-6, "cp_seconds_per_exchange": 0.0}  # exchange of a token
+SEVEN_US = wlb.Exchange(seconds_per_token=7e-6)
 LAYOUT = wlb_tools.ParallelLayout(tp=8, cp=8, dp=WORLD // 8, pp=STAGES)
 COSTS = {
     "13B": wlb.CostModel.from_flops(
@@ -91,16 +91,14 @@ def padded(lengths: Lengths) -> Lengths:
     return (lengths.clip(1, LONGEST).astype(np.int64) + 127) // 128 * 128
 
 
-def planned(
-    lengths: Lengths, cost: wlb.CostModel, world_size: int = WORLD, exchange: dict[str, Any] | None = None
-) -> wlb.DynamicCpPlan:
+def planned(lengths: Lengths, cost: wlb.CostModel, world_size: int = WORLD, **options: Any) -> wlb.DynamicCpPlan:
     return wlb.plan_dynamic_cp(
         lengths,
         world_size=world_size,
         num_stages=STAGES,
         max_tokens_per_rank=TOKENS,
         cost_model=cost,
-        **(exchange or {}),
+        **options,
     )
 
 
@@ -230,7 +228,7 @@ def measure_free(source: str, documents: Source, seeds: int) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]
-        rows.append({"lengths": source, "documents": count, "cost": "13B"} | measured(batches, {}))
+        rows.append({"lengths": source, "documents": count, "cost": "13B"} | measured(batches))
     return rows
 
 
@@ -243,17 +241,19 @@ def measure_priced(source: str, documents: Source, seeds: int) -> list[dict[str,
     for count in (2048, 256):
         batches = [documents(count, seed) for seed in range(seeds)]
         of_cluster = planner_options(cluster, batches[0])
-        simulated = {name: of_cluster[name] for name in ("cp_seconds_per_token", "cp_seconds_per_exchange")}
-        for price in (SEVEN_US, simulated):
+        for price in (SEVEN_US, of_cluster["exchange"]):
+            of_link = {name: getattr(price, name) for name in ("seconds_per_token", "seconds_per_exchange")}
             for hidden in (1.0, 0.0):
                 told = {"lengths": source, "documents": count, "cost": "13B"}
-                rows.append(told | priced(batches, price | {"cp_overlap": hidden}))
+                rows.append(told | priced(batches, of_link | {"overlap": hidden}))
     return rows
 
 
-def priced(batches: list[Lengths], exchange: dict[str, Any]) -> dict[str, Any]:
+def priced(batches: list[Lengths], prices: dict[str, float]) -> dict[str, Any]:
     """A row of plans for exchange at a price, each beside the best of all numbers of micro-batches."""
-    return exchange | measured(batches, exchange) | {"best": [best(each, exchange) for each in batches]}
+    exchange = wlb.Exchange(**prices)
+    row = prices | measured(batches, exchange=exchange)
+    return row | {"best": [best(each, exchange) for each in batches]}
 
 
 def measure_overheads(seeds: int) -> list[dict[str, Any]]:
@@ -261,7 +261,7 @@ def measure_overheads(seeds: int) -> list[dict[str, Any]]:
     batches = [documents(2048, seed) for seed in range(seeds)]
     return [
         {"documents": 2048, "cost": "13B", "overhead": seconds}
-        | measured(batches, {"micro_batch_seconds": seconds * STAGES})
+        | measured(batches, micro_batch_seconds=seconds * STAGES)
         for seconds in OVERHEADS
     ]
 
@@ -273,10 +273,10 @@ def under_way(plan: wlb.DynamicCpPlan) -> float:
     return float(pipeline.peak_activation.max())
 
 
-def measured(batches: list[Lengths], options: dict[str, Any]) -> dict[str, Any]:
-    plans = [planned(lengths, COSTS["13B"], exchange=options) for lengths in batches]
+def measured(batches: list[Lengths], **options: Any) -> dict[str, Any]:
+    plans = [planned(lengths, COSTS["13B"], **options) for lengths in batches]
     return {
-        "ms": [milliseconds(partial(planned, lengths, COSTS["13B"], exchange=options), 5) for lengths in batches],
+        "ms": [milliseconds(partial(planned, lengths, COSTS["13B"], **options), 5) for lengths in batches],
         "exact": [plan.seconds / plan.balanced_seconds for plan in plans],
         "bounds": [plan.lower_bound / plan.balanced_seconds for plan in plans],
         "micro_batches": [plan.num_micro_batches for plan in plans],
@@ -286,13 +286,13 @@ def measured(batches: list[Lengths], options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def best(lengths: Lengths, exchange: dict[str, Any]) -> float:
+def best(lengths: Lengths, exchange: wlb.Exchange) -> float:
     """The shortest step of all numbers of micro-batches from what memory needs to four times that, over even work."""
     least = max(STAGES, -(-int(lengths.sum()) // (WORLD * TOKENS)))
     found = []
     for count in range(least, 4 * least + 1):
         try:
-            plan = planned(lengths, COSTS["13B"], exchange=exchange | {"num_micro_batches": count})
+            plan = planned(lengths, COSTS["13B"], exchange=exchange, num_micro_batches=count)
         except wlb.WlbError:
             continue  # too few for the memory
         found.append(plan.seconds / plan.balanced_seconds)
@@ -403,9 +403,9 @@ def report_priced(console: Console, priced: list[dict[str, Any]]) -> None:
         table.add_row(
             row["lengths"],
             f"{row['documents']:,}",
-            f"{row['cp_seconds_per_token'] * 1e6:.2f}",
-            f"{row['cp_seconds_per_exchange'] * 1e3:.2f}",
-            "all that fits" if row["cp_overlap"] else "nothing",
+            f"{row['seconds_per_token'] * 1e6:.2f}",
+            f"{row['seconds_per_exchange'] * 1e3:.2f}",
+            "all that fits" if row["overlap"] else "nothing",
             f"{np.mean(row['ms']):,.2f}",
             f"{np.mean(row['micro_batches']):.0f}",
             f"{np.mean(row['exact']):.4f}",

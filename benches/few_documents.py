@@ -41,8 +41,9 @@ def drawn(rng: np.random.Generator) -> tuple[Lengths, dict[str, Any]]:
         "num_stages": int(rng.choice([1, 2, 4])),
         "max_tokens_per_rank": max_tokens,
         "group_sizes": str(rng.choice(["powers_of_two", "any"])),
-        "cp_seconds_per_token": float(rng.choice([0.0, EXCHANGE, EXCHANGE])),
-        "cp_overlap": float(rng.integers(2)),
+        "exchange": wlb.Exchange(
+            seconds_per_token=float(rng.choice([0.0, EXCHANGE, EXCHANGE])), overlap=float(rng.integers(2))
+        ),
     }
     documents = int(rng.integers(4, 31))
     long, short = rng.integers(20_000, 131_073, documents), rng.integers(100, 6000, documents)
@@ -85,8 +86,8 @@ def placed(lengths: Lengths, machine: dict[str, Any], count: int, size: int) -> 
 
 def group_seconds(tokens: Seconds, pairs: Seconds, machine: dict[str, Any], size: int) -> Seconds:
     """Of groups of so many ranks: their part of the work, and the exchange that attention does not hide."""
-    exchange = machine["cp_seconds_per_token"] * tokens * (size - 1) / size
-    exposed: Seconds = np.maximum(exchange - machine["cp_overlap"] * pairs / size, 0)
+    exchange = machine["exchange"].seconds_per_token * tokens * (size - 1) / size
+    exposed: Seconds = np.maximum(exchange - machine["exchange"].overlap * pairs / size, 0)
     return (pairs + LINEAR * tokens) / size + exposed
 
 
@@ -103,6 +104,7 @@ def measure(count: int, progress: Progress, seed: int = 0) -> list[Row]:
         lengths, machine = drawn(rng)
         seconds = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine).seconds
         row: Row = machine | {"lengths": lengths.tolist(), "over": seconds / longest_first(lengths, machine) - 1}
+        row |= {"exchange": str(machine["exchange"]), "priced": machine["exchange"].seconds_per_token > 0}
         if machine["group_sizes"] == "any":
             narrowed = wlb.plan_dynamic_cp(lengths, cost_model=COST, **machine | {"group_sizes": "powers_of_two"})
             row["over_powers_of_two"] = seconds / narrowed.seconds - 1
@@ -131,9 +133,9 @@ def table(rows: list[Row]) -> Table:
     columns = ("longest first, mean", "at worst", f"over {MUCH:.0%}", "powers of two, mean", "at best")
     table = Table("groups", "exchange", "steps", *columns)
     table.title = "steps of few documents: how much longer wlb's are than others"
-    kinds = {(row["group_sizes"], bool(row["cp_seconds_per_token"])) for row in rows}
+    kinds = {(row["group_sizes"], row["priced"]) for row in rows}
     for sizes, priced in sorted(kinds):
-        of = [row for row in rows if (row["group_sizes"], bool(row["cp_seconds_per_token"])) == (sizes, priced)]
+        of = [row for row in rows if (row["group_sizes"], row["priced"]) == (sizes, priced)]
         over = np.array([row["over"] for row in of])
         told = [f"{over.mean():+.1%}", f"{over.max():+.1%}", str((over > MUCH).sum())]
         if sizes == "any":

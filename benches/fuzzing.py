@@ -114,8 +114,10 @@ def one_dynamic_plan(rng: np.random.Generator, cost: wlb.CostModel) -> tuple[int
         max_tokens_per_rank=tokens,
         cost_model=cost,
         p2p_seconds=float(rng.random() * 1e3 * rng.integers(2)),
-        cp_seconds_per_token=float(rng.random() * rng.integers(2)),
-        cp_seconds_per_exchange=float(rng.random() * 1e3 * rng.integers(2)),
+        exchange=wlb.Exchange(
+            seconds_per_token=float(rng.random() * rng.integers(2)),
+            seconds_per_exchange=float(rng.random() * 1e3 * rng.integers(2)),
+        ),
         micro_batch_seconds=float(rng.random() * 1e4 * rng.integers(2)),
     )
     wrong = violations(plan, lengths.tolist())

@@ -111,16 +111,17 @@ PLANNERS: dict[str, tuple[Planner, bool]] = {
 """By name: the planner, and whether it gets a round with equal numbers of samples for all ranks and steps."""
 
 
-def measure(progress: Any) -> list[Row]:
+def measure(progress: Any, planners: list[str]) -> list[Row]:
     rows = []
     drawn = rounds()
     for name in ("verl.utils.seqlen_balancing", "transfer_queue.sampler.seqlen_balanced_sampler"):
         with contextlib.suppress(ImportError):  # the planner's row says so; else its time would be that of the import
             importlib.import_module(name)
-    task = progress.add_task("rounds", total=len(drawn) * len(RANKS) * len(PLANNERS))
+    task = progress.add_task("rounds", total=len(drawn) * len(RANKS) * len(planners))
     for name, held in drawn.items():
         for ranks in RANKS:
-            for planner, (plan, equal) in PLANNERS.items():
+            for planner in planners:
+                plan, equal = PLANNERS[planner]
                 given = padded(held, ranks)[0] if equal else held
                 row: Row = {"round": name, "ranks": ranks, "planner": planner}
                 began = time.process_time()
@@ -192,7 +193,7 @@ def page(record: Row, clock: Row) -> str:
         "step. *Every*: in every micro-batch. Costs are verl's for every planner. Each planner is the trainer's own "
         "function; what the trainer does around it is in benches/rl_planners.py. A planner that parts prompts between "
         "steps has more samples to choose from. verl, NeMo-RL, TransferQueue and the adapters for them need equally "
-        "many samples on all ranks, so that round C is padded for them."
+        "many samples on all ranks, so that round C is padded for them. Times of planning are of one run or of several."
     )
     text += ["", f"Measured {about['time'][:10]}, commit {about['commit']}; {versions}."]
     what = {
@@ -220,27 +221,40 @@ def clock_section(clock: Row) -> list[str]:
     text += wrapped(
         f"`python -m benches.rl_clock --lengths {clock['lengths']}.npy`, {about['time'][:10]}, commit "
         f"{about['commit']}, torch {packages['torch']}, verl {packages['verl']}: loss and model of examples/grpo.py on "
-        "two processes over gloo, one optimizer step of 48 samples, whose lengths are a quarter of real ones. The "
+        "two processes over gloo, one optimizer step of 48 samples, whose lengths are an eighth of real ones. The "
         "plain order gives each rank an equal slice and fills micro-batches in order. Times are over those of wlb's "
-        f"plan in the same run, on {about['cores']} cores under a load of {about['load'][0]:.0f}. All plans train the "
-        "same samples: losses and gradients are apart by rounding."
+        f"plan in the same run. The {about['cores']} cores had a load of {about['load'][0]:.0f}, so that the wall's "
+        "clock says little: read the processors', by which ranks wait for the one that computes longest. The same step "
+        "takes a tenth more or less in another repeat, so that smaller differences mean nothing. Gradients of all "
+        "plans are the same but for rounding."
     )
-    shown = Table("ranks meet", "plan", "time over wlb's", "over even, by costs", "losses apart", "gradients apart")
-    for row in clock["plans"]:
+    return [*text, "", *markdown(clock_table(clock["plans"]))]
+
+
+def clock_table(found: list[Row]) -> Table:
+    """One line for each plan."""
+    shown = Table("ranks meet", "plan", "processors", "wall", "over even, by costs", "losses apart", "gradients apart")
+    for row in found:
         met = "once a step" if row["meet"] == "step" else "in every micro-batch (FSDP)"
-        ratios = [f"{row['over_wlb']:.2f}", f"{row['over_even_by_costs']:.3f}"]
+        ratios = [f"{row['processor_over_wlb']:.2f}", f"{row['wall_over_wlb']:.2f}", f"{row['over_even_by_costs']:.3f}"]
         shown.add_row(met, row["plan"], *ratios, f"{row['loss_apart']:.0e}", f"{row['gradients_apart']:.0e}")
-    return [*text, "", *markdown(shown)]
+    return shown
 
 
 def main() -> None:
     parser = options(__doc__, record="rl.json")
     parser.add_argument("--page", type=Path, default=DOCS / "results" / "rl.md", help="where the page goes")
+    text = "measure these alone, and keep what the record has of the others"
+    parser.add_argument("--planners", nargs="+", choices=list(PLANNERS), default=[], metavar="NAME", help=text)
     given = parse(parser)
     warnings.filterwarnings("ignore", message="groups: prompt")  # 64 prompts on 64 ranks: the table shows it
     with bars() as progress:
-        rows = measure(progress)
-    spent = planning()
+        rows = measure(progress, given.planners or list(PLANNERS))
+    before: Row = json.loads(given.record.read_text()) if given.planners else {}
+    rows += [row for row in before.get("rows", []) if row["planner"] not in given.planners]
+    names = [*PLANNERS]
+    rows.sort(key=lambda row: (row["round"], row["ranks"], names.index(row["planner"])))
+    spent = before.get("planning") or planning()
     shown = Table("round", "ranks", "planner", *COLUMNS)
     for row in rows:
         shown.add_row(row["round"], str(row["ranks"]), row["planner"], *cells(row))
@@ -249,6 +263,8 @@ def main() -> None:
     said = f"planning {spent['samples']} samples, four steps, {spent['classes']} classes, weights"
     console.print(f"{said}: {spent['ms']:.1f} ms of CPU; packed step by step {spent['packs_ms']:.1f}")
     packages = {name: package_version(name) for name in ("verl", "transferqueue")} | commits()
+    if before:
+        packages = before["machine"]["packages"] | commits()
     record: Row = rounded({"machine": machine() | {"packages": packages}, "rows": rows, "planning": spent})
     write_record(given.record, record)
     clock = json.loads(given.record.with_name("rl_clock.json").read_text())

@@ -3,11 +3,15 @@
     python -m benches.rl_clock --lengths man_man.npy    # prints the table, writes benches/records/rl_clock.json
 
 Loss and model are those of examples/grpo.py, on CPUs, over gloo. A round has 6 prompts with 8 completions, whose
-lengths are a quarter of some of the file's. It is one optimizer step, so that all plans train the same samples. The
+lengths are an eighth of some of the file's. It is one optimizer step, so that all plans train the same samples. The
 plain order gives each rank an equal slice of the round and fills micro-batches in order. verl's split is that of verl
 0.9.1, with its own cost; wlb's cost is fitted to micro-batches of this model on this machine first. *Once*: gradients
 are added up at the end of the step. *Every*: the model is under `fully_shard`, so that ranks wait in every micro-batch.
-Plans take turns, the shortest of a round's times counts, and a ratio is of sums over the rounds.
+
+Two clocks: the wall's, which means something on a machine that is idle, and the processors'. By the processors' a step
+takes what the busiest process computes (*once*), or the sum over micro-batches of what the busiest computes (*every*).
+Plans take turns; the shortest time of a step counts by the wall's clock, that of each micro-batch by the processors'.
+A ratio is of sums over the rounds.
 """
 
 from __future__ import annotations
@@ -25,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch.distributed.fsdp import fully_shard
 
 import wlb
@@ -42,19 +45,19 @@ from benches.common import (
     tables,
     write_record,
 )
-from benches.rl import judged
+from benches.rl import clock_table, judged
 from benches.rl_planners import Plan, Round, of_verl, whole
 from tests.torch import processes
 
-RANKS, PROMPTS, COMPLETIONS, LONGEST, CAP = 2, 6, 8, 2048, 2048
+RANKS, PROMPTS, COMPLETIONS, LONGEST, CAP = 2, 6, 8, 1024, 1024
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
 
 
 def drawn(lengths: Lengths, seed: int, cost: wlb.CostModel) -> tuple[Round, Lengths]:
     """A round, and the tokens of each sample's prompt."""
     rng = np.random.default_rng(seed)
-    asked = rng.integers(32, 257, PROMPTS).repeat(COMPLETIONS)
-    answers = (rng.choice(lengths, asked.size) // 4).clip(16, LONGEST - 256)
+    asked = rng.integers(16, 129, PROMPTS).repeat(COMPLETIONS)
+    answers = (rng.choice(lengths, asked.size) // 8).clip(16, LONGEST - 128)
     held = Round(lengths=asked + answers, prompts=np.arange(PROMPTS).repeat(COMPLETIONS), steps=1, cap=CAP, cost=cost)
     return held, asked
 
@@ -141,7 +144,7 @@ def _fitted(example: Any, lengths: Lengths) -> wlb.CostModel:
     model, rng = _model(example, 0), np.random.default_rng(99)
     sizes, seconds = [], []
     for number in range(16):
-        held = (rng.choice(lengths, int(rng.integers(1, 9))) // 4).clip(64, LONGEST if number % 3 else 256)
+        held = (rng.choice(lengths, int(rng.integers(1, 9))) // 8).clip(16, LONGEST if number % 3 else 128)
         samples = [wt.Document(rng.integers(0, 256, size), at) for at, size in enumerate(held.tolist())]
         batch, best = _batch(samples, [*range(held.size)]), np.inf
         for _ in range(2):
@@ -156,6 +159,21 @@ def _fitted(example: Any, lengths: Lengths) -> wlb.CostModel:
 def _gradients(model: Any) -> list[torch.Tensor]:
     gradients = [parameter.grad for parameter in model.parameters()]
     return [each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for each in gradients]
+
+
+def _marked(loss: Any, marks: list[float], *given: Any) -> torch.Tensor:
+    """The loss of a micro-batch, and when it began."""
+    marks.append(time.process_time())
+    result: torch.Tensor = loss(*given)
+    return result
+
+
+def _meeting(computed: Any, sync: str) -> float:
+    """Seconds of a step whose ranks wait for the busiest; `computed` are those of this rank's micro-batches."""
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, computed.tolist())
+    seconds = np.array(everyone)
+    return float(seconds.sum(axis=1).max() if sync == "step" else seconds.max(axis=0).sum())
 
 
 def timed(rank: int, lengths: Lengths, seeds: int, repeats: int) -> list[Row]:
@@ -183,20 +201,24 @@ def timed(rank: int, lengths: Lengths, seeds: int, repeats: int) -> list[Row]:
                     old = {int(b.document_ids[0]): example.log_probabilities(sampler, b) for b in step.micro_batches}
                 losses[name] = partial(example.clipped, old=old, advantages=advantages, clip=0.2)
             found: dict[str, Row] = {
-                name: {"meet": sync, "round": seed, "plan": name, "seconds": []}
+                name: {"meet": sync, "round": seed, "plan": name, "wall": []}
                 | judged(plans[name](held, RANKS), held, 2)
                 for name in steps
             }
             kept: dict[str, Any] = {}
+            computed: dict[str, list[Any]] = {name: [] for name in steps}
             for _ in range(repeats):  # in turn, so that all meet the same disturbances
                 for name, step in steps.items():
                     dist.barrier()
-                    began = time.perf_counter()
-                    loss = wt.train_step(model, step, loss=losses[name])
+                    began, marks = time.perf_counter(), list[float]()
+                    loss = wt.train_step(model, step, loss=partial(_marked, losses[name], marks))
+                    computed[name].append(np.diff([*marks, time.process_time()]))
                     dist.barrier()
-                    found[name]["seconds"].append(time.perf_counter() - began)
+                    found[name]["wall"].append(time.perf_counter() - began)
                     kept[name] = loss, _gradients(model)
                     model.zero_grad()
+            for name, seconds in computed.items():
+                found[name]["processor"] = _meeting(np.min(seconds, axis=0), sync)
             plain, own = kept["plain order"]
             norm = torch.cat([each.ravel() for each in own]).norm()
             for name, (loss, gradients) in kept.items():
@@ -213,32 +235,28 @@ def summed(rows: list[Row]) -> list[Row]:
     """For each plan its time over wlb's, and how far losses and gradients are apart at most."""
     result = []
     for sync in PLANS:
-        seconds = {}
-        for name in PLANS[sync]:
-            of = [row for row in rows if row["meet"] == sync and row["plan"] == name]
-            seconds[name] = sum(min(row["seconds"]) for row in of)
+        of_plan = {name: [row for row in rows if (row["meet"], row["plan"]) == (sync, name)] for name in PLANS[sync]}
+        for name, of in of_plan.items():
+            over_wlb = {
+                f"{clock}_over_wlb": sum(np.min(row[clock]) for row in of)
+                / sum(np.min(row[clock]) for row in of_plan["wlb"])
+                for clock in ("wall", "processor")
+            }
             apart = {key: max(row[key] for row in of) for key in ("loss_apart", "gradients_apart")}
-            key = "once" if sync == "step" else "every"
-            costs = float(np.mean([row[key] for row in of]))
-            result.append({"meet": sync, "plan": name, "over_even_by_costs": costs, **apart})
-        for row in result[-len(seconds) :]:
-            row["over_wlb"] = seconds[row["plan"]] / seconds["wlb"]
+            costs = float(np.mean([row["once" if sync == "step" else "every"] for row in of]))
+            result.append({"meet": sync, "plan": name, **over_wlb, "over_even_by_costs": costs, **apart})
     return result
 
 
 def main() -> None:
     parser = options(__doc__, lengths=True, record="rl_clock.json")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of samples")
-    parser.add_argument("--repeats", type=int, default=3, help="times that each plan trains each round")
+    parser.add_argument("--repeats", type=int, default=4, help="times that each plan trains each round")
     given = parse(parser)
     ((name, lengths),) = list(sources(given.lengths[:1], documents=20_000).items())
     rows, _ = processes.run(RANKS, timed, lengths, given.rounds, given.repeats, timeout=3600.0)
     found = summed(rows)
-    shown = Table("ranks meet", "plan", "time over wlb's", "over even, by costs", "losses apart", "gradients apart")
-    for row in found:
-        ratios = [f"{row['over_wlb']:.3f}", f"{row['over_even_by_costs']:.3f}"]
-        shown.add_row(row["meet"], row["plan"], *ratios, f"{row['loss_apart']:.1e}", f"{row['gradients_apart']:.1e}")
-    tables(110).print(shown)
+    tables(110).print(clock_table(found))
     about = machine() | {"packages": {name: package_version(name) for name in ("torch", "verl")}}
     write_record(given.record, rounded({"machine": about, "lengths": name, "plans": found, "rows": rows}))
 

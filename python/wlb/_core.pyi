@@ -28,7 +28,6 @@ from wlb._choices import (
 from wlb._results import (
     Bounds,
     CostFit,
-    DynamicCpPlan,
     PackerMetrics,
     PipelineSteps,
     PipelineTimeline,
@@ -70,6 +69,10 @@ __all__ = [
     "UNITS",
     "BacklogWarning",
     "CostModel",
+    "CpGroup",
+    "DynamicCpPlan",
+    "DynamicMicroBatch",
+    "Exchange",
     "KernelModel",
     "MicroBatch",
     "Packer",
@@ -81,7 +84,7 @@ __all__ = [
     "WlbError",
     "__version__",
     "batch_offsets",
-    "dynamic_cp_seconds",
+    "forest_edges",
     "hand_down",
     "keys_plan",
     "most_tokens",
@@ -1129,6 +1132,88 @@ class Packer:
             >>> packer.leads([200, 10, 10, 10, 10, 20, 30], tokens_per_batch=290, most=8)
             array([5, 0, 0, 0, 0, 0, 0])
         """
+    def offered(
+        self,
+        lengths: ArrayLike,
+        *,
+        most_early: ArrayLike,
+        tokens_per_batch: int,
+        min_step_tokens: int,
+        to_the_end: bool,
+        wanted: int | None = None,
+        steps: ArrayLike | None = None,
+    ) -> tuple[int, NDArray[np.int64], int, NDArray[np.int64] | None]:
+        """Chooses the pieces that a reader offers in a step: pieces whose turn is now, and pieces of later steps that come
+        early (``leads``). The last offer takes a rest with it that is too small for a step.
+
+        Args:
+            lengths: int[n], tokens of the pieces that come next, in the order of their turns; enough of them to know
+                whether a whole step remains.
+            most_early: int[n], most steps by which each piece may come early: 0 for a part of a document, -1 for a piece
+                that has entered already.
+            tokens_per_batch: tokens of a global batch.
+            min_step_tokens: least tokens of a step.
+            to_the_end: whether there are no pieces after these.
+            wanted: tokens whose turn is now; at least one new piece. Give this, or ``steps``.
+            steps: int[n], ascending, steps until the turn of each piece; 0 is now.
+
+        Returns:
+            ``(end int, offered int64[k], due int, early int64[k] or None)``: pieces whose turn is now, with those that
+            have entered; indices of the offered pieces; how many of those are due; by how many steps each comes early
+            (None: all are due).
+
+        Raises:
+            WlbError: arrays of other lengths, or numbers out of range; pieces may come early, and the packer has no cost
+                model.
+
+        O(n).
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+            >>> packer.offered([50, 50, 200, 10, 10], most_early=[4] * 5, wanted=100, tokens_per_batch=100,
+            ...                min_step_tokens=10, to_the_end=False)
+            (2, array([0, 1, 2]), 2, array([0, 0, 1]))
+        """
+    def fill(
+        self,
+        lengths: ArrayLike,
+        ids: ArrayLike | None,
+        *,
+        starts: ArrayLike | None = None,
+        costs: ArrayLike | None = None,
+        early: ArrayLike | None = None,
+        min_step_tokens: int,
+        more: bool,
+        rest_waits: bool,
+    ) -> tuple[int, Packing]:
+        """Packs one step of as many of these pieces as are admitted (``admits``), from the first on.
+
+        Args:
+            lengths, ids, starts, costs, early: as for ``push``.
+            min_step_tokens: as for ``push``, unless the caller may offer more.
+            more: whether there are further pieces: if all of these enter, the step may be small, and the caller adds
+                more before it takes the step.
+            rest_waits: whether pieces that do not enter make a step of their own, which needs ``min_step_tokens``: fewer
+                enter if too little would be left.
+
+        Returns:
+            ``(entered int, Packing)``: the number of pieces that entered, and the plan of the step.
+
+        Raises:
+            WlbError: as ``admits`` and ``push``. The packer is unchanged.
+
+        Takes as long as ``admits`` and ``push``.
+
+        Examples:
+            >>> import wlb
+            >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+            >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, max_delay=0)
+            >>> entered, step = packer.fill([80, 80, 80], [0, 1, 2], min_step_tokens=10, more=True, rest_waits=False)
+            >>> entered, step.tokens
+            (2, array([80, 80]))
+        """
     def admits(self, lengths: ArrayLike, *, costs: ArrayLike | None = None) -> int:
         """Number of these documents, from the first on, that the next push may bring so that ``bounds`` hold.
 
@@ -2084,6 +2169,9 @@ _Sum: TypeAlias = tuple[_Rows, _Rows, int]
 _Call: TypeAlias = tuple[_Rows, _Rows, int, int, int, int, tuple[int, int], bool]
 _Indices: TypeAlias = tuple[NDArray[np.int32], int]
 
+def forest_edges(
+    shard: Shard, rank: int, *, tokens: ArrayLike, counts: NDArray[np.bool_]
+) -> dict[str, NDArray[np.int64]]: ...
 def keys_plan(
     shard: Shard, rank: int, *, fetch: bool, window: int | None, biased: bool, buckets: bool = False
 ) -> tuple[
@@ -2103,18 +2191,262 @@ def ring_plan(
 def moves_plan(
     before: Shard, after: Shard, rank: int
 ) -> tuple[NDArray[np.int32], _Rows, list[int], _Rows, list[int]]: ...
-def dynamic_cp_seconds(
-    group_seconds: ArrayLike,
-    *,
-    cp_sizes: ArrayLike,
-    group_offsets: ArrayLike,
-    world_size: int,
-    num_stages: int,
-    num_virtual_stages: int,
-    schedule: str,
-    sync: str,
-    p2p_seconds: float,
-) -> float: ...
+
+@final
+class Exchange:
+    """Prices of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
+
+    A group of ``c`` ranks with ``T`` tokens exchanges for ``(c - 1) * seconds_per_exchange + T * (c - 1) / c *
+    seconds_per_token`` seconds, of which attention hides up to ``overlap`` times its own time.
+    ``wlb_tools.profiling.probe_link`` measures a network. Immutable and picklable; equal prices compare equal.
+
+    Args:
+        seconds_per_token: seconds to exchange the keys and values of a token, and their gradients.
+        seconds_per_exchange: latency of sending keys and values to the next rank.
+        seconds_per_token_in_node, seconds_per_exchange_in_node: the same for a group inside a node, with
+            ``ranks_per_node`` of ``wlb.plan_dynamic_cp``; neither may exceed the price across nodes.
+        overlap: part of the attention, from 0 to 1, that can hide the exchange.
+
+    Raises:
+        WlbError: a price below 0 or above 1e200; an ``overlap`` outside 0 to 1.
+
+    Examples:
+        >>> import wlb
+        >>> wlb.Exchange(seconds_per_token=7e-6, overlap=0.5).overlap
+        0.5
+    """
+    def __new__(
+        cls,
+        *,
+        seconds_per_token: float = 0.0,
+        seconds_per_exchange: float = 0.0,
+        seconds_per_token_in_node: float = 0.0,
+        seconds_per_exchange_in_node: float = 0.0,
+        overlap: float = 1.0,
+    ) -> Exchange: ...
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds to exchange the keys and values of a token, and their gradients."""
+    @property
+    def seconds_per_exchange(self) -> float:
+        """Latency of sending keys and values to the next rank, in seconds."""
+    @property
+    def seconds_per_token_in_node(self) -> float:
+        """``seconds_per_token`` of a group inside a node."""
+    @property
+    def seconds_per_exchange_in_node(self) -> float:
+        """``seconds_per_exchange`` of a group inside a node."""
+    @property
+    def overlap(self) -> float:
+        """Part of the attention, from 0 to 1, that can hide the exchange."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, float]]: ...
+
+@final
+class DynamicCpPlan:
+    """The plan of one step: which documents run when, and on which ranks of a pipeline stage.
+
+    Plain data that can be printed, compared, pickled and sent. Every array is a fresh copy that the caller may keep or
+    change. The micro-batches are its items, in the order in which they run.
+    """
+    @property
+    def world_size(self) -> int:
+        """Ranks of a pipeline stage, DP times CP."""
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+    @property
+    def num_virtual_stages(self) -> int:
+        """Parts of the model on each stage."""
+    @property
+    def schedule(self) -> str:
+        """Order in which a stage runs its micro-batches."""
+    @property
+    def sync(self) -> str:
+        """Where the ranks of a stage wait for each other, once a "step" or in every "micro_batch"."""
+    @property
+    def max_tokens_per_rank(self) -> int:
+        """Most tokens that a rank was allowed in a micro-batch; with padding, the largest padded size within that."""
+    @property
+    def max_documents(self) -> int | None:
+        """Most documents that a group was allowed; None: any number."""
+    @property
+    def multiple_of_tokens(self) -> int:
+        """Each rank's tokens in a micro-batch are padded to a multiple of this."""
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """The only padded sizes, ascending; empty for any."""
+    @property
+    def seconds(self) -> float:
+        """Predicted time of the step, by simulating the pipeline with every rank's micro-batches; the ranks of a group
+        wait for one another, and all ranks of a stage where ``sync`` says so.
+        """
+    @property
+    def p2p_seconds(self) -> float:
+        """Latency between pipeline stages, included in ``seconds``."""
+    @property
+    def lower_bound(self) -> float:
+        """Lower bound on ``seconds`` (up to rounding) for any plan with at most as many micro-batches as were tried and at
+        least ``min_micro_batches``; if ``num_micro_batches`` was given, with exactly as many. Proved from the work, the
+        filling and draining of the pipeline, and the paths around the longest documents.
+        """
+    @property
+    def balanced_seconds(self) -> float:
+        """Time if all work were spread evenly over all ranks of all stages and no rank ever waited; no pipeline reaches
+        it.
+        """
+    @property
+    def sweep(self) -> tuple[tuple[int, float], ...]:
+        """The numbers of micro-batches that were tried, ascending, each with an estimate of its step in which every rank
+        is as slow as the slowest of the micro-batch. For numbers given up early it is a lower time (with short
+        documents divided at will, or with a part of the documents) that already exceeds the best.
+        """
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of the step, ``m``, the same on every rank; also ``len()``."""
+    @property
+    def micro_batches(self) -> tuple[DynamicMicroBatch, ...]:
+        """The micro-batches in the order in which they run."""
+    @property
+    def cp_sizes(self) -> NDArray[np.int32]:
+        """int32[m, world_size]: for each rank, the number of ranks in its group."""
+    @property
+    def tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: most tokens of each rank; the ranks of a group differ by at most one."""
+    @property
+    def padded_tokens_per_rank(self) -> NDArray[np.int64]:
+        """int64[m, world_size]: tokens of each rank including padding."""
+    @property
+    def rank_seconds(self) -> NDArray[np.float64]:
+        """float64[m, world_size]: seconds of each rank through the whole model, forward and backward."""
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of padding in all micro-batches."""
+    def step_seconds(self, group_seconds: ArrayLike) -> float:
+        """The step's time if its groups took ``group_seconds`` instead of the predicted times, in any unit.
+
+        Args:
+            group_seconds: float [groups], time of each group through the whole model, forward and backward: micro-batch
+                by micro-batch, and inside each in the order of ranks.
+
+        Raises:
+            WlbError: their number is not that of the groups, or one is negative or not finite.
+
+        O(num_stages * m * world_size): the pipeline is simulated.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 4, "num_stages": 1, "max_tokens_per_rank": 1000, "num_micro_batches": 1}
+            >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], costs=[2.0, 1.0, 1.0], **shape)
+            >>> plan.seconds, plan.step_seconds([3.0, 1.0, 1.0])
+            (1.0, 3.0)
+        """
+    def digest(self) -> str:
+        """Hex hash of which documents run when and where: equal if and only if two plans are, apart from seconds.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 2, "num_stages": 1, "max_tokens_per_rank": 1000}
+            >>> plans = [wlb.plan_dynamic_cp([500, 100], costs=[5.0, last], **shape) for last in (1.0, 1.1)]
+            >>> plans[0] == plans[1], plans[0].digest() == plans[1].digest()
+            (False, True)
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> DynamicMicroBatch: ...
+    def __iter__(self) -> Iterator[DynamicMicroBatch]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+    @staticmethod
+    def _from_json(json: str) -> DynamicCpPlan: ...
+
+@final
+class DynamicMicroBatch:
+    """One micro-batch of a ``DynamicCpPlan``: groups that together have all ranks of a stage, in the order of their ranks.
+    The groups are its items; a group may be empty.
+
+    A pickle holds the whole plan. To send several micro-batches of one plan, send the plan.
+    """
+    @property
+    def groups(self) -> tuple[CpGroup, ...]:
+        """The groups in the order of their ranks; together they have all ranks. A group may be empty."""
+    @property
+    def seconds(self) -> float:
+        """Seconds of its slowest group through the whole model, forward and backward."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its groups."""
+    def group_of(self, rank: int) -> CpGroup:
+        """The group that a rank of the stage belongs to.
+
+        Raises:
+            WlbError: no such rank.
+
+        Examples:
+            >>> import wlb
+            >>> shape = {"world_size": 4, "num_stages": 1, "max_tokens_per_rank": 1000, "num_micro_batches": 1}
+            >>> plan = wlb.plan_dynamic_cp([2000, 1000, 1000], costs=[2.0, 1.0, 1.0], **shape)
+            >>> plan[0].group_of(1).ranks
+            range(0, 2)
+        """
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> CpGroup: ...
+    def __iter__(self) -> Iterator[CpGroup]: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
+@final
+class CpGroup:
+    """Ranks that share the documents of one micro-batch; ``len()`` is their number.
+
+    Every array is a fresh copy that the caller may keep or change. Groups are equal if they run the same documents on
+    the same ranks in the same time, in whatever plan. A pickle holds the whole plan.
+    """
+    @property
+    def first_rank(self) -> int:
+        """First of its ranks; a multiple of ``cp_size``, unless ``group_sizes="any"``."""
+    @property
+    def cp_size(self) -> int:
+        """Number of ranks, a power of two, unless ``group_sizes="any"``; also ``len()``."""
+    @property
+    def ranks(self) -> range:
+        """The ranks of the stage that belong to it."""
+    @property
+    def document_ids(self) -> NDArray[np.int64]:
+        """int64[k]: the documents, in order of arrival."""
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """int32[k]: tokens of each document."""
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """int32[k + 1]: index of each document's first token in the packed sequence, and at the end its length."""
+    @property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document; 0 without documents."""
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+    @property
+    def tokens_per_rank(self) -> int:
+        """Most tokens of a rank, sharded "per_document": the ranks differ by at most one."""
+    @property
+    def padded_tokens_per_rank(self) -> int:
+        """Most tokens of a rank including padding; with padding all of its ranks have equally many."""
+    @property
+    def padding_tokens(self) -> int:
+        """Tokens of one more document after the others, which fills all ranks to the same padded size
+        (``multiple_of_tokens``, ``token_buckets``); 0 without padding.
+        """
+    @property
+    def seconds(self) -> float:
+        """Predicted time through the whole model, forward and backward, on each of its ranks."""
+    def __len__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+    def __reduce__(self) -> tuple[Any, ...]: ...
+
 def plan_dynamic_cp(
     lengths: ArrayLike,
     *,
@@ -2136,11 +2468,7 @@ def plan_dynamic_cp(
     num_micro_batches: int | None = None,
     min_micro_batches: int | None = None,
     max_micro_batches: int | None = None,
-    cp_seconds_per_token: float = 0.0,
-    cp_seconds_per_exchange: float = 0.0,
-    cp_seconds_per_token_in_node: float | None = None,
-    cp_seconds_per_exchange_in_node: float | None = None,
-    cp_overlap: float = 1.0,
+    exchange: Exchange | None = None,
     p2p_seconds: float = 0.0,
     micro_batch_seconds: float = 0.0,
     ids: ArrayLike | None = None,
@@ -2153,9 +2481,9 @@ def plan_dynamic_cp(
     All ranks have the same number of micro-batches.
 
     On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
-    exchange - cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange
-    = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most ``ceil(T /
-    c)`` of the tokens (documents are sharded "per_document").
+    exchange - overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange =
+    (c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`` (``wlb.Exchange``). Each rank holds at most
+    ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
 
     Args:
         lengths: int[n], tokens of the documents of the step.
@@ -2168,7 +2496,7 @@ def plan_dynamic_cp(
         costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
             tell the work. The ranks of a group share the cost; memory is counted in tokens.
         attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
-            with ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
+            with ``costs`` if ``exchange`` has a price and an ``overlap`` above 0.
         num_virtual_stages: parts of the model on each stage.
         schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
             "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
@@ -2193,11 +2521,7 @@ def plan_dynamic_cp(
         max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
             The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
             ``micro_batch_seconds``, as few as memory allows.
-        cp_seconds_per_token: seconds to exchange the keys and values of a token, and their gradients, over all layers.
-        cp_seconds_per_exchange: latency of sending keys and values to the next rank, over all layers and passes.
-        cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same for groups inside a node, with
-            ``ranks_per_node``; None is 0, and neither may exceed the value across nodes.
-        cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
+        exchange: prices of exchange inside a group; None: it is free.
         p2p_seconds: latency between pipeline stages.
         micro_batch_seconds: time of every micro-batch through the whole model, besides its documents.
         ids: int64[n], ids of the documents in the plan; default their indices.

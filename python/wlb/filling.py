@@ -1,4 +1,4 @@
-"""Chooses the documents that enter the packer in a step: at most what it admits, enough for a useful step."""
+"""Reads until a packer has documents for a useful step: the packer says which enter (`Packer.offered`, `fill`)."""
 
 from __future__ import annotations
 
@@ -75,12 +75,19 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
         offer = source.offer(extra)
         after = packer.copy()
         try:
-            entering = _entering(packer, offer, min_step_tokens)
-            may_read = offer.more and entering == offer.lengths.size
-            packing = _push(after, offer, entering, 0 if may_read else max(min_step_tokens, 1))
+            entering, packing = after.fill(
+                offer.lengths,
+                offer.ids,
+                starts=offer.starts,
+                costs=offer.costs,
+                early=offer.early,
+                min_step_tokens=min_step_tokens,
+                more=offer.more,
+                rest_waits=offer.rest_waits,
+            )
         except WlbError as cause:
             raise _refused(offer, cause) from cause
-        tokens = int(packing.tokens.sum())
+        may_read, tokens = offer.more and entering == offer.lengths.size, packing.num_tokens
         if not may_read or tokens >= max(min_step_tokens, 1):
             source.advance(entering)
             return after, packing
@@ -90,17 +97,6 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
             extra = 0
         else:
             extra = 2 * extra + 1  # doubled each time, so that small batches need few offers
-
-
-def _entering(packer: Packer, offer: Offer, min_step_tokens: int) -> int:
-    """Number of the offer's first pieces that enter the packer."""
-    admitted = packer.admits(offer.lengths, costs=offer.costs)
-    if offer.rest_waits and admitted < offer.lengths.size:
-        after = offer.lengths[::-1].cumsum()[::-1]  # tokens of each piece and all later ones
-        if after[admitted] < min_step_tokens:
-            fewer = int(np.searchsorted(-after, -min_step_tokens, side="right")) - 1
-            return fewer if fewer > 0 else admitted
-    return admitted
 
 
 def _refused(offer: Offer, cause: WlbError) -> WlbError:
@@ -114,87 +110,6 @@ def _refused(offer: Offer, cause: WlbError) -> WlbError:
     else:
         said = f"has {cause.value} in column {column}: {str(cause).partition(': ')[2]}"
     return error(cause.argument, said, index=number, value=cause.value)
-
-
-def _push(packer: Packer, offer: Offer, pieces: int, min_step_tokens: int) -> Packing:
-    starts = None if offer.starts is None else offer.starts[:pieces]
-    costs = None if offer.costs is None else offer.costs[:pieces]
-    early = None if offer.early is None else offer.early[:pieces]
-    return packer.push(
-        offer.lengths[:pieces],
-        offer.ids[:pieces],
-        starts=starts,
-        costs=costs,
-        min_step_tokens=min_step_tokens,
-        early=early,
-    )
-
-
-@dataclass(frozen=True)
-class Turns:
-    """The upcoming pieces that are offered to the packer.
-
-    Attributes:
-        end: Number of upcoming pieces whose turn is now, including pieces that entered before it.
-        last: Whether there are no pieces after these.
-        offered: int64, indices of upcoming pieces: first those whose turn is now, then those that come before their
-            turn.
-        due: Number of offered pieces whose turn is now.
-        early: int64 [offered], iterations by which each comes before its turn; None: all come in order.
-    """
-
-    end: int
-    last: bool
-    offered: NDArray[np.int64]
-    due: int
-    early: NDArray[np.int64] | None
-
-
-def next_turns(
-    packer: Packer,
-    lengths: NDArray[np.int64],
-    *,
-    new: NDArray[np.bool_],
-    whole: NDArray[np.bool_],
-    wanted: int,
-    tokens_per_batch: int,
-    min_step_tokens: int,
-    max_early: int,
-    to_the_end: bool,
-) -> Turns:
-    """Chooses the pieces that a reader offers for a step, and pieces of later steps that come early (`Packer.leads`).
-
-    The last offer takes a rest with it that is too small for a step.
-
-    Args:
-        packer: says how early a piece should come.
-        lengths: int64 [pieces], tokens of the upcoming pieces: enough of them to know whether a whole step remains.
-        new: bool [pieces], False for a piece that entered before its turn; at least one is True.
-        whole: bool [pieces], whether the piece is a whole document: only such pieces come early.
-        wanted: tokens whose turn is now; at least one piece.
-        tokens_per_batch: tokens of a global batch.
-        min_step_tokens: least tokens of a step.
-        max_early: most iterations by which a piece comes before its turn.
-        to_the_end: whether there are no pieces after these.
-    """
-    least = max(min_step_tokens, 1)
-    passed = lengths.cumsum()  # in the order of turns, documents that entered early included
-    outside = np.where(new, lengths, 0).cumsum()
-    turn = max(int(np.searchsorted(passed, wanted, side="right")), int(new.argmax()) + 1)
-    if to_the_end and outside[-1] - outside[turn - 1] < least:
-        turn = lengths.size
-    last = to_the_end and turn == lengths.size
-    offered = np.flatnonzero(new[:turn])
-    due, early = offered.size, None
-    if max_early and not last:
-        iterations = 1 + (passed - lengths - passed[turn - 1]) // tokens_per_batch
-        leads = packer.leads(lengths, tokens_per_batch=tokens_per_batch, most=max_early)
-        comes = turn + np.flatnonzero((new & whole & (leads >= iterations))[turn:])
-        rest = outside[-1] - outside[turn - 1] - lengths[comes].sum()
-        if comes.size and (not to_the_end or rest >= least):
-            offered = np.concatenate([offered, comes])
-            early = np.where(offered < turn, 0, iterations[offered])
-    return Turns(turn, last, offered, due, early)
 
 
 def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:

@@ -122,7 +122,7 @@ def plans(lengths: Lengths, context: int, cost: wlb.CostModel) -> dict[str, list
     dynamic = [
         wlb.plan_dynamic_cp(
             batch, world_size=RANKS, num_stages=1, max_tokens_per_rank=room, cost_model=cost,
-            cp_seconds_per_exchange=EXCHANGE_SECONDS, cp_overlap=0.0,
+            exchange=wlb.Exchange(seconds_per_exchange=EXCHANGE_SECONDS, overlap=0.0),
         )
         for batch in batches[PUSHED:]
     ]  # fmt: skip

@@ -19,7 +19,16 @@ from studies.paper.inputs import Inputs, Point, hardware, kernel, running
 from studies.paper.published import DYNAMIC_CP
 from studies.paper.results import Result, Row, influence, row
 from studies.paper.study import Source, Study
-from wlb._core import CostModel, KernelModel, batch_offsets, plan_dynamic_cp, shard, simulate_pipeline, simulate_steps
+from wlb._core import (
+    CostModel,
+    Exchange,
+    KernelModel,
+    batch_offsets,
+    plan_dynamic_cp,
+    shard,
+    simulate_pipeline,
+    simulate_steps,
+)
 from wlb.models import ModelConfig
 from wlb_tools.cluster.collectives import Communicator
 from wlb_tools.cluster.data_parallel import data_parallel_seconds
@@ -246,9 +255,7 @@ def _dynamic(cluster: _Cluster, lengths: NDArray[np.int64], noise: Seed, sizes: 
         num_stages=PP,
         max_tokens_per_rank=protocol.window // CP,
         cost_model=_believed(cluster),
-        cp_seconds_per_token=per_token,
-        cp_seconds_per_exchange=per_exchange,
-        cp_overlap=protocol.hidden,
+        exchange=Exchange(seconds_per_token=per_token, seconds_per_exchange=per_exchange, overlap=protocol.hidden),
     )
     groups = [
         (index, group)

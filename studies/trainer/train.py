@@ -454,7 +454,7 @@ def build_loader(settings: Settings, dataset: Any, config: LlamaConfig, mesh: De
         # What the schedules of torch take at least.
         min_micro_batches=settings.pp * (2 if settings.schedule == "dualpipev" else 1),
         cost_model=cost,
-        cp_seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0]),
+        exchange=wlb.Exchange(seconds_per_exchange=settings.cp_exchange * float(cost.cost([1])[0])),
         group_sizes=group_sizes(settings, config.num_heads, config.num_kv_heads),
         ranks_per_node=settings.ranks_per_node,
         **sizes,

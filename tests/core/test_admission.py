@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import wlb
+from tests.oracles import filling
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 
@@ -162,3 +163,69 @@ def test_a_run_on_fewer_micro_batches_is_never_refused_for_ever() -> None:
     assert steps <= bounds.settles
     assert few.pending_tokens <= packer(2).bounds().tokens
     assert few.admits([10, 10]) == 2
+
+
+def random_packer(rng: np.random.Generator) -> wlb.Packer:
+    """An adaptive packer in which some documents wait."""
+    packer = tight(num_micro_batches=int(rng.integers(1, 5)), max_delay=int(rng.integers(0, 9)))
+    for _ in range(int(rng.integers(4))):
+        lengths = rng.integers(1, 101, 8)
+        packer.push(lengths[: packer.admits(lengths)])
+    return packer
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_pieces_are_offered_as_the_slow_oracle_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    packer, count = random_packer(rng), int(rng.integers(1, 30))
+    lengths = np.where(rng.random(count) < 0.3, rng.integers(60, 101, count), rng.integers(1, 12, count))
+    most_early = np.where(rng.random(count) < 0.2, -1, np.where(rng.random(count) < 0.2, 0, int(rng.integers(5))))
+    most_early[rng.integers(count)] = 0
+    steps = np.sort(rng.integers(0, 4, count)) if rng.random() < 0.4 else None
+    wanted = int(rng.integers(1, 300))
+    options: dict[str, Any] = {
+        "tokens_per_batch": int(rng.integers(20, 400)),
+        "min_step_tokens": int(rng.integers(0, 60)),
+        "to_the_end": bool(rng.integers(2)),
+    }
+    end, pieces, due, early = packer.offered(
+        lengths, most_early=most_early, **({"wanted": wanted} if steps is None else {"steps": steps}), **options
+    )
+    plain = [lengths.tolist(), most_early.tolist(), None if steps is None else steps.tolist()]
+    expected = filling.offered(packer, plain[0], most_early=plain[1], steps=plain[2], wanted=wanted, **options)
+    assert (end, pieces.tolist(), due, None if early is None else early.tolist()) == expected
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_step_is_filled_as_the_slow_oracle_says(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    packer, lengths = random_packer(rng), rng.integers(1, 101, int(rng.integers(1, 20)))
+    least = int(rng.integers(0, 300)) if seed % 3 else int(lengths[rng.integers(lengths.size) :].sum())
+    more, rest_waits = bool(rng.integers(2)), bool(rng.integers(2))
+    ids = np.arange(1000, 1000 + lengths.size)
+    after, again = packer.copy(), packer.copy()
+    entered, packing = after.fill(lengths, ids, min_step_tokens=least, more=more, rest_waits=rest_waits)
+    assert entered == filling.entering(packer, lengths.tolist(), min_step_tokens=least, rest_waits=rest_waits)
+    may_add = more and entered == lengths.size
+    pushed = again.push(lengths[:entered], ids[:entered], min_step_tokens=0 if may_add else max(least, 1))
+    assert (packing, after.state_dict()) == (pushed, again.state_dict())
+
+
+def test_what_cannot_be_offered_is_named() -> None:
+    packer = tight()
+    options: dict[str, Any] = {"tokens_per_batch": 10, "min_step_tokens": 0, "to_the_end": False}
+    for changes, argument, index in (
+        ({"most_early": [0]}, "most_early", None),
+        ({"most_early": [0, -2]}, "most_early", 1),
+        ({"most_early": [0, 1025]}, "most_early", 1),
+        ({"most_early": [0, 0], "wanted": 0}, "wanted", None),
+        ({"most_early": [0, 0], "wanted": None}, "wanted", None),
+        ({"most_early": [0, 0], "steps": [0, 1]}, "wanted", None),
+        ({"most_early": [0, 0], "wanted": None, "steps": [1, 0]}, "steps", 1),
+    ):
+        with pytest.raises(wlb.WlbError) as refused:
+            packer.offered([5, 6], **{"wanted": 5, **options, **changes})
+        assert (refused.value.argument, refused.value.index) == (argument, index)
+    with pytest.raises(wlb.WlbError, match="ids"):
+        packer.fill([5, 6], [1], min_step_tokens=0, more=False, rest_waits=False)
+    assert packer.pending == packer.iteration == 0

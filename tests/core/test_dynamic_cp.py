@@ -3,6 +3,7 @@
 That plans are legal, and how long they take: `rust/wlb-core/tests/dynamic_cp.rs` and the goldens.
 """
 
+import json
 import pickle
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import wlb
-from tests.oracles.dynamic_cp import violations
+from tests.oracles.dynamic_cp import expanded, violations
 
 COST = wlb.CostModel(attention=1.0, linear=3000.0)
 LENGTHS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
@@ -19,7 +20,7 @@ NODE = {"ranks_per_node": 4}
 
 
 def test_the_faces_of_a_plan_agree() -> None:
-    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, cp_seconds_per_token=3000.0, **MACHINE)
+    plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, exchange=wlb.Exchange(seconds_per_token=3000.0), **MACHINE)
     m = len(plan)
     assert {1, 2, 8} <= set(plan.cp_sizes.flat)
     assert m == plan.num_micro_batches == len(plan.micro_batches) >= 3
@@ -54,6 +55,37 @@ def test_the_faces_of_a_plan_agree() -> None:
         plan[0].group_of(8)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_the_tables_of_a_plan_are_those_of_its_groups(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes: dict[str, Any] = [{}, {"multiple_of_tokens": 16}, {"token_buckets": (64, 192, 512)}][seed % 3]
+    machine: dict[str, Any] = {"world_size": int(rng.integers(1, 20)), "num_stages": int(rng.integers(1, 4))}
+    lengths = rng.integers(1, 512, int(rng.integers(1, 40)))
+    plan = wlb.plan_dynamic_cp(
+        lengths,
+        cost_model=COST,
+        max_tokens_per_rank=512,
+        group_sizes=["powers_of_two", "any"][seed % 2],
+        **machine,
+        **sizes,
+    )
+    for name, expected in expanded(plan).items():
+        found = getattr(plan, name)
+        np.testing.assert_array_equal(found, expected, err_msg=name)
+        assert getattr(found, "dtype", int) == getattr(expected, "dtype", int), name
+    assert plan.padding_tokens == sum(group.padding_tokens for batch in plan for group in batch)
+
+
+@pytest.mark.parametrize("change", ["documents", "groups", "schedule", "group_offsets"])
+def test_a_pickle_that_was_changed_is_refused(change: str) -> None:
+    make, (text,) = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE).__reduce__()
+    held = json.loads(text)
+    assert make(text) == make(json.dumps(held))
+    held[change] = {"schedule": "2f2b"}.get(change, held[change][:-1])
+    with pytest.raises(wlb.StateError):
+        make(json.dumps(held))
+
+
 def test_plans_are_plain_data() -> None:
     plan = wlb.plan_dynamic_cp(LENGTHS, cost_model=COST, **MACHINE)
     other = wlb.plan_dynamic_cp([*LENGTHS[:-1], 401], cost_model=COST, **MACHINE)
@@ -69,7 +101,7 @@ def test_plans_are_plain_data() -> None:
 def test_groups_stay_inside_a_node_where_exchange_is_free() -> None:
     machine: dict[str, Any] = {"world_size": 12, "num_stages": 1, "max_tokens_per_rank": 4096}
     lengths = [9000, 5000, 4000, 3000, 2500, 2000, *[300] * 30]
-    options: dict[str, Any] = {"cost_model": COST, "cp_seconds_per_token": 3000.0, "cp_overlap": 0.0}
+    options: dict[str, Any] = {"cost_model": COST, "exchange": wlb.Exchange(seconds_per_token=3000.0, overlap=0.0)}
     for sizes in ("powers_of_two", "any"):
         flat = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, **options, **machine)
         plan = wlb.plan_dynamic_cp(lengths, group_sizes=sizes, ranks_per_node=4, **options, **machine)
@@ -134,8 +166,9 @@ def test_where_ranks_wait_is_part_of_a_plan() -> None:
 
 def test_costs_of_next_to_nothing_are_planned() -> None:
     costs = np.array([1.0, 2.0, 3.0]) * 1e-308
-    paid = {"cp_seconds_per_token": 1.0, "cp_overlap": 0.0}
-    plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, world_size=2, num_stages=2, max_tokens_per_rank=100, **paid)
+    machine: dict[str, Any] = {"world_size": 2, "num_stages": 2, "max_tokens_per_rank": 100}
+    paid = wlb.Exchange(seconds_per_token=1.0, overlap=0.0)
+    plan = wlb.plan_dynamic_cp([5, 10, 20], costs=costs, exchange=paid, **machine)
     assert violations(plan, [5, 10, 20]) == []
 
 
@@ -166,8 +199,7 @@ def test_numbers_of_micro_batches_that_do_not_fit_are_tried_once() -> None:
         num_stages=2,
         num_virtual_stages=2,
         max_tokens_per_rank=200,
-        cp_seconds_per_token=1.0,
-        cp_overlap=0.5,
+        exchange=wlb.Exchange(seconds_per_token=1.0, overlap=0.5),
     )
     ids = [number for micro_batch in plan for group in micro_batch for number in group.document_ids.tolist()]
     assert sorted(ids) == list(range(19))

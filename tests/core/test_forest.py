@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import wlb
+from wlb._core import forest_edges
 
 COST = wlb.CostModel(attention=1.0, linear=100.0)
 TOKENS = [7, 8, 1, 7, 8, 2, 2, 7, 8]
@@ -359,3 +360,75 @@ def test_a_changed_pickle_of_a_plan_is_refused(change: str) -> None:
         written["pieces"][0][2] -= 1
     with pytest.raises(wlb.WlbError):
         make(json.dumps(written))
+
+
+def naive_edges(shard: wlb.Shard, rank: int, samples: list[list[int]], counts: list[list[bool]]) -> dict[str, Any]:
+    """Rows and predictions of a rank, prediction by prediction, from the places of the samples' tokens."""
+    assert shard.forest is not None
+    places, at = shard.forest.token_indices.tolist(), 0
+    paths = []
+    for sample in samples:
+        paths.append(places[at : at + len(sample)])
+        at += len(sample)
+    token_at = {
+        place: token
+        for path, sample in zip(paths, samples, strict=True)
+        for place, token in zip(path, sample, strict=True)
+    }
+    held = shard.rank(rank).token_indices.tolist()
+    learnt: dict[int, int] = {}  # for each predicted place the place before it
+    for path, counted in zip(paths, counts, strict=True):
+        for position in range(1, len(path)):
+            if counted[position] and path[position - 1] in held:
+                learnt[path[position]] = path[position - 1]
+    edges = sorted(learnt)
+    predictions = [
+        (edges.index(place), sample, position)
+        for sample, path in enumerate(paths)
+        for position, place in enumerate(path)
+        if counts[sample][position] and place in learnt
+    ]
+    return {
+        "tokens": [token_at.get(place, 0) for place in held],
+        "sample_counts": [sum(place in path for path in paths) for place in held],
+        "edge_rows": [held.index(learnt[place]) for place in edges],
+        "edge_targets": [token_at[place] for place in edges],
+        "edge_weights": [sum(edge == at for edge, *_ in predictions) for at in range(len(edges))],
+        "sample_edges": [edge for edge, *_ in predictions],
+        "sample_of": [sample for _, sample, _ in predictions],
+        "sample_positions": [position for *_, position in predictions],
+    }
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_predictions_of_a_rank_are_those_of_its_samples(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = [rng.integers(0, 2, int(rng.integers(1, 12))).tolist() for _ in range(int(rng.integers(1, 9)))]
+    counts = [[position > 0 and bool(rng.random() < 0.7) for position in range(len(each))] for each in samples]
+    flat = np.array([token for each in samples for token in each])
+    forest = wlb.PrefixForest.from_tokens(flat, np.cumsum([0, *map(len, samples)]))
+    if padding := int(rng.integers(0, 3)):
+        parents, lengths = np.append(forest.parents, -1), np.append(forest.lengths, padding)
+        forest = wlb.PrefixForest.from_parents(parents, lengths, np.append(forest.ends, forest.num_nodes))
+    shard = wlb.shard(forest, cp_size=int(rng.integers(1, 5)))
+    mask = np.array([count for each in counts for count in each])
+    for rank in range(shard.cp_size):
+        found = forest_edges(shard, rank, tokens=flat, counts=mask)
+        assert {name: values.tolist() for name, values in found.items()} == naive_edges(shard, rank, samples, counts)
+        assert {values.dtype for values in found.values()} == {np.dtype(np.int64)}
+
+
+def test_predictions_of_other_samples_are_refused() -> None:
+    shard = wlb.shard(wlb.PrefixForest.from_prompts([2], 2, [1, 2]), cp_size=2)
+    tokens, counts = np.arange(7), np.array([0, 1, 1, 0, 1, 1, 1], bool)
+    forest_edges(shard, 0, tokens=tokens, counts=counts)
+    for changes, argument in (
+        ({"counts": ~counts}, "counts"),
+        ({"counts": counts[1:]}, "counts"),
+        ({"tokens": tokens[1:], "counts": counts[:-1]}, "tokens"),
+    ):
+        with pytest.raises(wlb.WlbError) as refused:
+            forest_edges(shard, 0, **{"tokens": tokens, "counts": counts, **changes})
+        assert refused.value.argument == argument
+    with pytest.raises(wlb.WlbError, match="is of documents"):
+        forest_edges(wlb.shard([7], cp_size=1), 0, tokens=tokens, counts=counts)

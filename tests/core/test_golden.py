@@ -168,7 +168,8 @@ def test_pipeline(case: dict[str, Any]) -> None:
 
 @each("dynamic_cp")
 def test_dynamic_cp(case: dict[str, Any]) -> None:
-    plan = wlb.plan_dynamic_cp(case["lengths"], ids=case["ids"], cost_model=cost_model(case["cost"]), **case["machine"])
+    machine = case["machine"] | {"exchange": wlb.Exchange(**case["machine"].get("exchange", {}))}
+    plan = wlb.plan_dynamic_cp(case["lengths"], ids=case["ids"], cost_model=cost_model(case["cost"]), **machine)
     assert plan.seconds == pytest.approx(case["seconds"], rel=1e-9)
     assert [len(batch) for batch in plan] == [len(groups) for groups in case["groups"]]
     for batch, groups in zip(plan, case["groups"], strict=True):

@@ -16,13 +16,14 @@ import wlb
 
 INF, NAN = float("inf"), float("nan")
 COST = wlb.CostModel(attention=1.0, linear=40.0)
+FLOPS = wlb.CostModel(attention=1.0, linear=1.0, unit="flops")
 ONE = np.ones((3, 2))  # costs of three documents in two columns
 UNEVEN = [[1.0, 8.0], [1.0, 2.0], [1.0, 2.0]]
 ROWS = [[40 + 7 * row, 900 - 31 * row, 11 * row * row + 1] for row in range(20)]
 SECONDS = [float(sum(length + length * length / 500 for length in row)) for row in ROWS]
 GROUPS = [700, 30, 45, 12, 3000, 90, 90, 60, 900, 15, 15, 400]
 MACHINE: dict[str, Any] = {"world_size": 8, "num_stages": 3, "max_tokens_per_rank": 512}
-NODE = {"ranks_per_node": 4, "cp_seconds_per_token": 0.5}
+NODE = {"seconds_per_token": 0.5}
 
 
 def pack(**options: Any) -> Any:
@@ -40,6 +41,10 @@ def fit(rows: Any = ROWS, seconds: Any = SECONDS, **options: Any) -> Any:
 
 def tune(**options: Any) -> Any:
     return wlb.tune([10, 4, 5], num_micro_batches=2, max_tokens=10, **options)
+
+
+def exchange(**prices: Any) -> Any:
+    return wlb.Exchange(**prices)
 
 
 def groups(lengths: Any = GROUPS, **options: Any) -> Any:
@@ -185,23 +190,25 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, Any, Any]] = [
     (groups, {"multiple_of_tokens": 64, "token_buckets": [96]}, "token_buckets", 0, 96),
     (groups, {"multiple_of_tokens": 2, "max_tokens_per_rank": 2**31 - 1}, "max_cp_size", None, None),
     (groups, {"token_buckets": [256], "lengths": [2049]}, "lengths", 0, 2049),
-    (groups, {"cp_overlap": 1.01}, "cp_overlap", None, 1.01),
+    (exchange, {"overlap": 1.01}, "overlap", None, 1.01),
     (groups, {"group_sizes": "all"}, "group_sizes", None, "all"),
     (groups, {"ranks_per_node": 0}, "ranks_per_node", None, 0),
-    (groups, {"cp_seconds_per_token_in_node": 1.0}, "cp_seconds_per_token_in_node", None, None),
-    (groups, {**NODE, "cp_seconds_per_exchange_in_node": -1.0}, "cp_seconds_per_exchange_in_node", None, -1.0),
-    (groups, {**NODE, "cp_seconds_per_token_in_node": 1.0}, "cp_seconds_per_token_in_node", None, None),
-    (groups, {"cp_seconds_per_token": -1.0}, "cp_seconds_per_token", None, -1.0),
-    (groups, {"cp_seconds_per_exchange": INF}, "cp_seconds_per_exchange", None, INF),
+    (groups, {"exchange": wlb.Exchange(**NODE, seconds_per_token_in_node=0.25)}, "exchange", None, None),
+    (groups, {"exchange": wlb.Exchange(**NODE), "cost_model": FLOPS}, "exchange.seconds_per_token", None, None),
+    (exchange, {"seconds_per_token_in_node": 1.0}, "seconds_per_token_in_node", None, None),
+    (exchange, {**NODE, "seconds_per_exchange_in_node": -1.0}, "seconds_per_exchange_in_node", None, -1.0),
+    (exchange, {**NODE, "seconds_per_token_in_node": 1.0}, "seconds_per_token_in_node", None, None),
+    (exchange, {"seconds_per_token": -1.0}, "seconds_per_token", None, -1.0),
+    (exchange, {"seconds_per_exchange": INF}, "seconds_per_exchange", None, INF),
     (groups, {"p2p_seconds": -2.0}, "p2p_seconds", None, -2.0),
     (groups, {"micro_batch_seconds": -2.0}, "micro_batch_seconds", None, -2.0),
     (groups, {"micro_batch_seconds": 1.7e308}, "micro_batch_seconds", None, 1.7e308),
     (groups, {"p2p_seconds": True}, "p2p_seconds", None, True),
-    (groups, {"cp_overlap": "all"}, "cp_overlap", None, "all"),
+    (exchange, {"overlap": "all"}, "overlap", None, "all"),
     (groups, {"ids": [1, 2]}, "ids", None, 2),
     (
         groups,
-        {"cost_model": wlb.CostModel(attention=1.0, linear=1.0, unit="flops"), "p2p_seconds": 1.0},
+        {"cost_model": FLOPS, "p2p_seconds": 1.0},
         "p2p_seconds",
         None,
         None,
@@ -211,7 +218,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, Any, Any]] = [
     (given, {"costs": np.ones((12, 2))}, "costs", None, None),
     (given, {"costs": np.ones(11)}, "costs", None, 11),
     (given, {"costs": np.full(12, -1.0)}, "costs", 0, -1.0),
-    (given, {"costs": np.ones(12), "cp_seconds_per_token": 1.0}, "attention_costs", None, None),
+    (given, {"costs": np.ones(12), "exchange": wlb.Exchange(seconds_per_token=1.0)}, "attention_costs", None, None),
     (given, {"cost_model": COST, "attention_costs": np.ones(12)}, "attention_costs", None, None),
     (given, {"costs": np.ones(12), "attention_costs": np.full(12, 1.5)}, "attention_costs", 0, 1.5),
     (given, {"costs": np.ones(12), "attention_costs": np.ones(11)}, "attention_costs", None, 11),
@@ -283,6 +290,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "deal": (lambda: pack(cost_model=COST).deal(dp_sise=2), "dp_size"),
     "push": (lambda: packer().push([1], id=[3]), "ids"),
     "Packer": (lambda: packer(max_document=3), "max_documents"),
+    "Exchange": (lambda: ENGINE.Exchange(overlapp=1.0), "overlap"),
     "CostModel": (lambda: ENGINE.CostModel(attention=1.0, linear=1.0, micro_bach=1.0), "micro_batch"),
 }
 

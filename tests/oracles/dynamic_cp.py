@@ -1,8 +1,40 @@
 """What must hold of every plan of `wlb.plan_dynamic_cp`."""
 
+import itertools
+import json
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 import wlb
+
+
+def expanded(plan: wlb.DynamicCpPlan) -> dict[str, Any]:
+    """The tables and sums of a plan, from the groups and documents that its pickle holds."""
+    held = json.loads(plan.__reduce__()[1][0])
+    groups, offsets, lengths = held["groups"], held["document_offsets"], np.array(held["lengths"], np.int64)
+    sizes = np.array([group["cp_size"] for group in groups])
+    tokens = np.array([lengths[first:end].sum() for first, end in itertools.pairwise(offsets)])
+    most = -(-tokens // sizes)
+    multiple, buckets = plan.multiple_of_tokens, plan.token_buckets
+    padded = [
+        min(size for size in buckets if size >= each) if buckets else -(-each // multiple) * multiple for each in most
+    ]
+    has_padding = multiple > 1 or len(buckets) > 0
+
+    def of_ranks(of_groups: Any, dtype: Any) -> NDArray[Any]:
+        table = np.repeat(np.array(of_groups, dtype), sizes)
+        return table.reshape(len(held["group_offsets"]) - 1, held["world_size"])
+
+    return {
+        "cp_sizes": of_ranks(sizes, np.int32),
+        "tokens_per_rank": of_ranks(most, np.int64),
+        "padded_tokens_per_rank": of_ranks(padded, np.int64),
+        "rank_seconds": of_ranks([group["seconds"] for group in groups], np.float64),
+        "padding_tokens": int(sizes @ np.array(padded) - lengths.sum()) if has_padding else 0,
+    }
 
 
 def violations(

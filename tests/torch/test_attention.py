@@ -239,7 +239,7 @@ def planned(rank: int) -> list[tuple[Case, int, list[float]]]:
             num_stages=1,
             max_tokens_per_rank=32,
             cost_model=wlb.CostModel(attention=1.0, linear=100.0),
-            cp_seconds_per_token=200.0,
+            exchange=wlb.Exchange(seconds_per_token=200.0),
             group_sizes="any",
             num_micro_batches=2,
         ),

@@ -52,8 +52,7 @@ PLAN = functools.partial(
     num_stages=2,
     max_tokens_per_rank=48,
     cost_model=COST,
-    cp_seconds_per_exchange=200_000.0,
-    cp_overlap=0.0,
+    exchange=wlb.Exchange(seconds_per_exchange=200_000.0, overlap=0.0),
 )
 LENGTHS = np.random.default_rng(3).lognormal(2.2, 1.1, 60).astype(np.int64).clip(1, 150)
 LENGTHS[7], LENGTHS[31] = 150, 120
@@ -590,7 +589,7 @@ def read_by_costs(rank: int) -> list[wlb.DynamicCpPlan]:
     plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, num_stages=1, max_tokens_per_rank=48)
     loader = DynamicCpLoader(
         batches,
-        plan=functools.partial(plan, cp_seconds_per_token=0.25),
+        plan=functools.partial(plan, exchange=wlb.Exchange(seconds_per_token=0.25)),
         costs=lambda document: 100.0 - 8 * document.id,
         attention_costs=lambda document: 4.0,
         group=dist.group.WORLD,
@@ -610,7 +609,7 @@ def test_a_plan_takes_what_documents_cost() -> None:
         world_size=2,
         num_stages=1,
         max_tokens_per_rank=48,
-        cp_seconds_per_token=0.25,
+        exchange=wlb.Exchange(seconds_per_token=0.25),
     )
     assert first == second == expected
     by_tokens = wlb.plan_dynamic_cp(4 + numbers, cost_model=COST, world_size=2, num_stages=1, max_tokens_per_rank=48)

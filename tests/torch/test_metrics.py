@@ -85,10 +85,11 @@ def test_what_fills_dynamic_steps_up_is_told() -> None:
 def test_a_dynamic_step_waits_where_its_ranks_do() -> None:
     """Once, or in every micro-batch: on one stage the heaviest is the step itself."""
     lengths = np.random.default_rng(0).integers(100, 8000, 200)
-    machine = {"world_size": 8, "num_stages": 1, "max_tokens_per_rank": 8192, "cp_seconds_per_token": 0.01}
+    machine = {"world_size": 8, "num_stages": 1, "max_tokens_per_rank": 8192}
+    exchange = wlb.Exchange(seconds_per_token=0.01, overlap=0.0)
     cost = wlb.CostModel(attention=1e-6, linear=1e-2)
     for sync in ("step", "micro_batch"):
-        plan = wlb.plan_dynamic_cp(lengths, **machine, cp_overlap=0.0, cost_model=cost, sync=sync)
+        plan = wlb.plan_dynamic_cp(lengths, **machine, exchange=exchange, cost_model=cost, sync=sync)
         steps = SimpleNamespace(packer=None)
         line = wt.StepMetrics(steps).end_step(SimpleNamespace(plan=plan, number=0, planning_seconds=0.0, snapshot=None))
         mean = plan.rank_seconds.sum(axis=0).mean()

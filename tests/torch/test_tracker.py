@@ -230,7 +230,7 @@ def test_a_step_without_a_packing_is_refused() -> None:
 
 # --- dynamic plans ---
 
-EXCHANGE = {"cp_seconds_per_token": 1e-6, "cp_seconds_per_exchange": 1e-5, "cp_overlap": 0.0}
+EXCHANGE = wlb.Exchange(seconds_per_token=1e-6, seconds_per_exchange=1e-5, overlap=0.0)
 
 
 def dynamic(
@@ -242,8 +242,8 @@ def dynamic(
         [wt.Document(np.zeros(LENGTHS[number], np.int64), id=number) for number in batch[rank::size].tolist()]
         for batch in (rng.choice(LENGTHS.size, 24, replace=False) for _ in range(STEPS))
     ]
-    options = {"num_stages": 1, "max_tokens_per_rank": 2048, "micro_batch_seconds": 2e-4, **EXCHANGE, **pipeline}
-    plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, cost_model=cost_model, **options)
+    options = {"num_stages": 1, "max_tokens_per_rank": 2048, "micro_batch_seconds": 2e-4, **pipeline}
+    plan = functools.partial(wlb.plan_dynamic_cp, world_size=2, cost_model=cost_model, exchange=EXCHANGE, **options)
     return wt.DynamicCpLoader(batches, plan=plan, group=group or dist.group.WORLD)
 
 

@@ -63,8 +63,7 @@ def dynamic_gradients(rank: int, settings: example.Settings, sizes: dict[str, An
             max_tokens_per_rank=32,
             group_sizes=example.group_sizes(settings, CONFIG.num_heads, CONFIG.num_kv_heads),
             cost_model=cost,
-            cp_seconds_per_exchange=4.0 * float(cost.cost([1])[0]),
-            cp_overlap=0.0,
+            exchange=wlb.Exchange(seconds_per_exchange=4.0 * float(cost.cost([1])[0]), overlap=0.0),
             **sizes,
         )
 

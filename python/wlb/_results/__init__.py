@@ -4,7 +4,6 @@ The core makes instances of these classes and finds them by name: `wlb._core.res
 """
 
 from wlb._results.cost import CostFit
-from wlb._results.dynamic_cp import CpGroup, DynamicCpPlan, DynamicMicroBatch
 from wlb._results.packer import Bounds, PackerMetrics
 from wlb._results.pipeline import PipelineSteps, PipelineTimeline
 from wlb._results.round import RoundPlan
@@ -13,9 +12,6 @@ from wlb._results.tune import TunedPoint, TuneResult
 __all__ = [
     "Bounds",
     "CostFit",
-    "CpGroup",
-    "DynamicCpPlan",
-    "DynamicMicroBatch",
     "PackerMetrics",
     "PipelineSteps",
     "PipelineTimeline",

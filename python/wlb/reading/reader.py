@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing, next_turns, warn_of_long
+from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.reading.corpus import Corpus
 from wlb.reading.documents import Piece
@@ -148,20 +148,18 @@ class DocumentsAhead:
         else:
             at, starts, lengths = np.arange(documents.size), np.zeros(documents.size, np.int64), shown
         ends = starts + lengths
-        turns = next_turns(
-            self._packer,
+        has_entered, is_whole = np.isin(self.place + at, self.taken), lengths == left[at]
+        to_the_end = end == total and bool((shown == left).all())
+        turns, offered, self._due, early = self._packer.offered(
             lengths,
-            new=~np.isin(self.place + at, self.taken),
-            whole=lengths == left[at],
+            most_early=np.where(has_entered, -1, np.where(is_whole, order.max_early, 0)),
             wanted=wanted,
             tokens_per_batch=order.tokens_per_batch,
             min_step_tokens=order.min_step_tokens,
-            max_early=order.max_early,
-            to_the_end=end == total and bool((shown == left).all()),
+            to_the_end=to_the_end,
         )
-        offered = turns.offered
-        self._due = turns.due
-        self._turns_end = int(self.place + at[turns.end - 1]) + 1
+        last = to_the_end and turns == lengths.size
+        self._turns_end = int(self.place + at[turns - 1]) + 1
         offset = np.where(at == 0, self.offset, 0)
         self._places, self._ends = (self.place + at)[offered], (ends + offset)[offered]
         self._finished = (ends == left[at])[offered]
@@ -170,10 +168,10 @@ class DocumentsAhead:
             ids=self._epoch * total + documents[at],
             starts=(starts + offset)[offered] if order.oversize == "split" else None,
             lengths=lengths,
-            more=not turns.last,
-            rest_waits=turns.last,
+            more=not last,
+            rest_waits=last,
             costs=order.costs_of(documents, at, lengths),
-            early=turns.early,
+            early=early,
             numbers=documents[at],
         )
 

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from wlb._choices import Sync
 from wlb._core import (
     MAX_TOKENS,
+    DynamicCpPlan,
     plan_dynamic_cp,
     shard,
     simulate_pipeline,
     simulate_steps,
 )
-from wlb._results import DynamicCpPlan, PipelineSteps, PipelineTimeline
+from wlb._results import PipelineSteps, PipelineTimeline
 from wlb._shown import explained
 from wlb_tools.cluster.memory import RankMemory, memory_per_rank
 from wlb_tools.cluster.overhead import NO_OVERHEAD, Overhead, copied

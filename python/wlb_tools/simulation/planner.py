@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from wlb._choices import Schedule
-from wlb._core import MAX_WORLD_SIZE, CostModel, WlbError, pairs
+from wlb._core import MAX_WORLD_SIZE, CostModel, Exchange, WlbError, pairs
 from wlb._errors import error
 from wlb_tools.cluster.capacity import max_tokens
 from wlb_tools.cluster.parallel import V_SHAPED, ParallelLayout
@@ -58,9 +58,9 @@ def planner_options(scenario: Scenario, lengths: ArrayLike) -> dict[str, Any]:
         "min_micro_batches": layout.pp,  # torch's schedules take no fewer
         "max_tokens_per_rank": per_rank,
         "cost_model": _attention_rates(scenario, lengths, linear),
-        "cp_seconds_per_token": per_token / (size - 1),
-        "cp_seconds_per_exchange": latency / (size - 1),
-        "cp_overlap": 0.0,  # the seconds above are without the hidden part
+        "exchange": Exchange(  # of the part that attention does not hide
+            seconds_per_token=per_token / (size - 1), seconds_per_exchange=latency / (size - 1), overlap=0.0
+        ),
         "p2p_seconds": float(sent[0]),  # the part for which stages wait is in their micro-batches
         "micro_batch_seconds": per_micro_batch,
     }

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import CostModel, Packer, Packing
-from wlb.filling import Offer, Turns, batch_tokens, check_max_early, least_tokens, next_packing, next_turns
+from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,9 @@ class Reading:
         self._tokens_per_batch = batch_tokens(packer, tokens_per_batch)
         self._least = least_tokens(packer, self._tokens_per_batch, None)
         self._max_early = max_early
-        self._turns: Turns
         self._offered = np.empty(0, np.int64)
+        self._early: NDArray[np.int64] | None = None
+        self._turns = self._due = 0
         self._read = 0
         self._taken = np.empty(0, np.int64)  # later documents that have entered before their turn, ascending
         self._iteration = 0
@@ -139,34 +140,31 @@ class Reading:
         seen = int(np.searchsorted(ends, before + looked_at, side="right")) + 1
         end = min(max(seen, int(self._taken[-1:].sum()) + 2), ends.size)
         ids = np.arange(first, end)
-        turns = next_turns(
-            self.packer,
+        self._turns, offered, self._due, self._early = self.packer.offered(
             self._lengths[first:end],
-            new=~np.isin(ids, self._taken),
-            whole=np.ones(ids.size, np.bool_),
+            most_early=np.where(np.isin(ids, self._taken), -1, self._max_early),
             wanted=wanted,
             tokens_per_batch=self._tokens_per_batch,
             min_step_tokens=self._least,
-            max_early=self._max_early,
             to_the_end=end == ends.size,
         )
-        ids = ids[turns.offered]
+        more = end < ends.size or self._turns < ids.size
+        ids = ids[offered]
         costs = None if self._costs is None else self._costs[ids]
-        self._offered, self._turns = ids, turns
-        more = not turns.last
-        return Offer(ids, None, self._lengths[ids], more=more, rest_waits=not more, costs=costs, early=turns.early)
+        self._offered = ids
+        return Offer(ids, None, self._lengths[ids], more=more, rest_waits=not more, costs=costs, early=self._early)
 
     def advance(self, pieces: int) -> None:
         """See `wlb.filling.Source`."""
-        entered, turns = self._offered[:pieces], self._turns
+        entered = self._offered[:pieces]
         self.turns[entered] = self._iteration
-        if turns.early is not None:
-            self.turns[entered] += turns.early[:pieces]
-        if pieces >= turns.due:
-            self._read += turns.end
+        if self._early is not None:
+            self.turns[entered] += self._early[:pieces]
+        if pieces >= self._due:
+            self._read += self._turns
         elif pieces:
             self._read = int(entered[-1]) + 1
-        self._taken = np.union1d(self._taken, entered[turns.due :])
+        self._taken = np.union1d(self._taken, entered[self._due :])
         self._taken = self._taken[self._taken >= self._read]
         self._iteration += 1
 

@@ -27,7 +27,7 @@ mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, GroupSizes, Node};
+use wlb_core::dynamic_cp::{Exchange, Costs, DynamicCpOptions, GroupSizes, Node};
 use wlb_core::packing::{Padding, Ranks, Sync, Together};
 use wlb_core::ranks::RankOptions;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
@@ -291,7 +291,7 @@ fn try_dynamic_cp(u: &mut Unstructured) -> Result<()> {
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,
-        communication: Communication { seconds_per_exchange: exchange, seconds_per_token: token, overlap },
+        exchange: Exchange { seconds_per_exchange: exchange, seconds_per_token: token, overlap },
         node: node.map(|ranks| Node { ranks, seconds_per_exchange: exchange / 8.0, seconds_per_token: token / 8.0 }),
         p2p_seconds,
         micro_batch_seconds,
@@ -323,7 +323,7 @@ fn dynamic_cp_padding(u: &mut Unstructured, longest: i32) -> Result<Option<Paddi
     }
     buckets.sort_unstable();
     buckets.dedup();
-    Ok(Padding::new(multiple, 1, &buckets).ok().filter(|padding| !padding.is_none()))
+    Ok(Padding::new(multiple, 1, &buckets).ok().and_then(Padding::if_any))
 }
 
 /// The longest document that can come: small ones make ties and remainders, large ones overflows.
@@ -404,7 +404,7 @@ fn packer_config(u: &mut Unstructured) -> Result<PackerConfig> {
         // One bucket, so that it is the largest size.
         let multiple = *u.choose(&[1, 2, 128])?;
         let (multiple, buckets) = if max_tokens % multiple == 0 { (multiple, vec![max_tokens]) } else { (1, vec![]) };
-        shape.padding = Padding::new(multiple, 1, &buckets).ok().filter(|padding| !padding.is_none());
+        shape.padding = Padding::new(multiple, 1, &buckets).ok().and_then(Padding::if_any);
     }
     if u.arbitrary()? {
         shape.tokens_per_batch = Some(u.int_in_range(1..=num_micro_batches as i64 * i64::from(max_tokens))?);

@@ -57,6 +57,11 @@ impl Lengths {
         }
     }
 
+    /// The first `documents` of them.
+    pub fn prefix(&self, documents: usize) -> Self {
+        Self(self.0[..documents].to_vec())
+    }
+
     /// Sum of all lengths, in tokens.
     pub fn total(&self) -> i64 {
         self.0.iter().map(|&length| i64::from(length)).sum()

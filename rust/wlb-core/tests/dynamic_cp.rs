@@ -9,7 +9,7 @@ use crate::common::strategies::{checked, config, cost_model, lengths, llama_7b};
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Communication, Costs, DynamicCpOptions, DynamicCpPlan, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{Costs, DynamicCpOptions, DynamicCpPlan, Exchange, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::packing::Padding;
 use wlb_core::pipeline::{Buffers, PipelineOptions, Times};
 use wlb_core::{CostModel, Error, Lengths, Mask, Pipeline, Schedule};
@@ -177,7 +177,7 @@ proptest! {
         let mut options =
             DynamicCpOptions { num_micro_batches: Some(m), p2p_seconds, ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
         if !free {
-            options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
+            options.exchange = Exchange { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;
             let inside = |ranks| Node { ranks, seconds_per_exchange: 1.0, seconds_per_token: 0.5 };
             options.node = Some(node).filter(|&ranks| ranks > 0).map(inside);
@@ -213,7 +213,7 @@ proptest! {
         let (world_size, num_stages, m) = shape;
         let mut options = DynamicCpOptions { num_micro_batches: Some(m), ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
         if !free {
-            options.communication = Communication { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
+            options.exchange = Exchange { seconds_per_exchange: 5.0, seconds_per_token: 2.0, overlap: 0.5 };
             options.micro_batch_seconds = 3.0;
         }
         let lengths: Vec<i32> = documents.iter().map(|document| document.0).collect();
@@ -292,7 +292,7 @@ fn exchange_makes_groups_small() {
     };
     let mut options = DynamicCpOptions::new(64, 4, 8192);
     let free = mean(&options);
-    options.communication.seconds_per_token = llama_7b().linear_cost(1);
+    options.exchange.seconds_per_token = llama_7b().linear_cost(1);
     let dear = mean(&options);
     assert!(dear <= 2.0 && dear < free, "mean group of {dear} ranks, {free} where exchange is free");
 }
@@ -306,8 +306,7 @@ fn the_number_of_micro_batches_suits_what_exchange_costs() {
     for (seconds_per_token, overlap) in [(0.1, 1.0), (0.3, 1.0), (0.3, 0.0), (1.0, 0.5)] {
         let mut options = DynamicCpOptions::new(64, 8, 8192);
         let seconds_per_token = seconds_per_token * llama_7b().linear_cost(1);
-        options.communication =
-            Communication { seconds_per_exchange: 256.0 * seconds_per_token, seconds_per_token, overlap };
+        options.exchange = Exchange { seconds_per_exchange: 256.0 * seconds_per_token, seconds_per_token, overlap };
         let plan = planned(&lengths, &options, &llama_7b(), false).unwrap();
         let most = plan.sweep.iter().map(|&(m, _)| m).max().unwrap();
         let fixed = |m: usize| {
@@ -403,7 +402,7 @@ const CLOSE: f64 = 1.002;
 fn few_documents_are_planned_by_the_clock() {
     let any = |num_stages, max_tokens, seconds_per_token| DynamicCpOptions {
         group_sizes: GroupSizes::Any,
-        communication: Communication { seconds_per_token, ..Communication::default() },
+        exchange: Exchange { seconds_per_token, ..Exchange::default() },
         ..DynamicCpOptions::new(21, num_stages, max_tokens)
     };
     let halved = [
@@ -430,9 +429,9 @@ proptest! {
         priced in proptest::bool::weighted(0.67), overlap in select(vec![0.0, 1.0]),
     ) {
         let seconds_per_token = if priced { 900.0 } else { 0.0 };
-        let communication = Communication { seconds_per_token, overlap, ..Communication::default() };
+        let exchange = Exchange { seconds_per_token, overlap, ..Exchange::default() };
         let options =
-            DynamicCpOptions { communication, group_sizes, ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
+            DynamicCpOptions { exchange, group_sizes, ..DynamicCpOptions::new(world_size, num_stages, max_tokens) };
         let longest = (1 << world_size.ilog2()) * max_tokens;
         let lengths: Vec<i32> = lengths.into_iter().map(|length| length.min(longest)).collect();
         let over = over_longest_first(&lengths, &options);
@@ -449,8 +448,8 @@ proptest! {
         lengths in lengths(60, 9000), world_size in 2_usize..49, num_stages in 1_usize..5,
         seconds_per_token in prop_oneof![Just(0.0), 0.0..5e3], overlap in 0.0..=1.0,
     ) {
-        let communication = Communication { seconds_per_exchange: 0.0, seconds_per_token, overlap };
-        let options = DynamicCpOptions { communication, ..DynamicCpOptions::new(world_size, num_stages, 8192) };
+        let exchange = Exchange { seconds_per_exchange: 0.0, seconds_per_token, overlap };
+        let options = DynamicCpOptions { exchange, ..DynamicCpOptions::new(world_size, num_stages, 8192) };
         let any = DynamicCpOptions { group_sizes: GroupSizes::Any, ..options.clone() };
         let [powers, any] = [options, any].map(|options| planned(&lengths, &options, &llama_7b(), false));
         if let (Some(powers), Some(any)) = (powers, any) {
@@ -466,7 +465,7 @@ proptest! {
         num_stages in 6_usize..12, seconds_per_token in 0.0..2.0,
     ) {
         let mut options = DynamicCpOptions::new(2, num_stages, 30);
-        options.communication.seconds_per_token = seconds_per_token;
+        options.exchange.seconds_per_token = seconds_per_token;
         let documents = [short, vec![long]].concat();
         let lengths: Vec<i32> = documents.iter().map(|document| document.0).collect();
         let costs = column(&documents.iter().map(|document| document.1).collect::<Vec<_>>());
@@ -480,13 +479,13 @@ fn exchange_that_nothing_hides_is_in_the_bound() {
     let lengths = [8000; 64];
     let mut options = DynamicCpOptions::new(8, 1, 1000);
     let free = planned(&lengths, &options, &llama_7b(), false).unwrap();
-    options.communication.seconds_per_token = llama_7b().linear_cost(1);
+    options.exchange.seconds_per_token = llama_7b().linear_cost(1);
     let dear = planned(&lengths, &options, &llama_7b(), false).unwrap();
     // Seven tokens come in for each that a rank computes.
     let exchanged = 7.0 / 8.0 * 8000.0 * 64.0 * llama_7b().linear_cost(1);
     assert!((dear.lower_bound - free.lower_bound - exchanged).abs() < 1e-9 * exchanged);
     assert!(dear.seconds < 1.001 * dear.lower_bound);
-    options.communication.overlap = 1.0;
+    options.exchange.overlap = 1.0;
     assert!(planned(&lengths, &options, &llama_7b(), false).unwrap().lower_bound < dear.lower_bound);
 }
 
@@ -541,9 +540,9 @@ fn errors_name_the_culprit() {
         "min_micro_batches",
     );
     fails(|options| (options.num_micro_batches, options.max_micro_batches) = (Some(4), Some(4)), "max_micro_batches");
-    fails(|options| options.communication.seconds_per_token = -1.0, "cp_seconds_per_token");
-    fails(|options| options.communication.seconds_per_exchange = f64::NAN, "cp_seconds_per_exchange");
-    fails(|options| options.communication.overlap = 1.5, "cp_overlap");
+    fails(|options| options.exchange.seconds_per_token = -1.0, "seconds_per_token");
+    fails(|options| options.exchange.seconds_per_exchange = f64::NAN, "seconds_per_exchange");
+    fails(|options| options.exchange.overlap = 1.5, "overlap");
     fails(|options| options.p2p_seconds = f64::INFINITY, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = -0.5, "micro_batch_seconds");
     fails(|options| options.schedule = Some(Schedule::GPipe), "schedule");
@@ -572,13 +571,13 @@ fn errors_name_the_culprit() {
         "max_cp_size",
     );
     // Finite, but not what they add up to.
-    fails(|options| options.communication.seconds_per_token = 1.7e308, "cp_seconds_per_token");
-    fails(|options| options.communication.seconds_per_exchange = 1.7e308, "cp_seconds_per_exchange");
+    fails(|options| options.exchange.seconds_per_token = 1.7e308, "seconds_per_token");
+    fails(|options| options.exchange.seconds_per_exchange = 1.7e308, "seconds_per_exchange");
     fails(|options| options.p2p_seconds = 1.7e308, "p2p_seconds");
     fails(|options| options.micro_batch_seconds = 1.7e308, "micro_batch_seconds");
-    let most = Communication { seconds_per_exchange: 1e200, seconds_per_token: 1e200, overlap: 0.0 };
+    let most = Exchange { seconds_per_exchange: 1e200, seconds_per_token: 1e200, overlap: 0.0 };
     let options = DynamicCpOptions {
-        communication: most,
+        exchange: most,
         p2p_seconds: 1e200,
         micro_batch_seconds: 1e200,
         ..DynamicCpOptions::new(12, 4, 10)
@@ -667,18 +666,18 @@ fn costs_are_even_whatever_the_lengths() {
 #[test]
 fn errors_name_the_wrong_cost() {
     let lengths = of(&[50, 60]);
-    let plan = |costs: &[f64], attention: Option<&[f64]>, communication: Communication| {
+    let plan = |costs: &[f64], attention: Option<&[f64]>, exchange: Exchange| {
         let costs = column(costs);
-        let options = DynamicCpOptions { communication, ..DynamicCpOptions::new(12, 4, 100) };
+        let options = DynamicCpOptions { exchange, ..DynamicCpOptions::new(12, 4, 100) };
         plan_dynamic_cp(&lengths, None, &options, Costs::Given { costs: &costs, attention })
     };
-    let free = Communication::default();
-    let hidden = Communication { seconds_per_token: 1.0, overlap: 0.5, ..free };
+    let free = Exchange::default();
+    let hidden = Exchange { seconds_per_token: 1.0, overlap: 0.5, ..free };
     let error = plan(&[1.0; 3], None, free).unwrap_err();
     assert!(matches!(error, Error::Mismatch { argument: "costs", found: 3, expected: 2, .. }), "{error}");
     // One step of a stream may have nothing to do: as in a packer's push, that is no mistake.
-    for (attention, communication) in [(None, free), (Some(&[0.0; 2][..]), hidden)] {
-        let idle = plan(&[0.0; 2], attention, communication).unwrap();
+    for (attention, exchange) in [(None, free), (Some(&[0.0; 2][..]), hidden)] {
+        let idle = plan(&[0.0; 2], attention, exchange).unwrap();
         assert_eq!((idle.seconds, idle.lower_bound, idle.balanced_seconds), (0.0, 0.0, 0.0));
     }
     let error = plan(&[1e300; 2], None, free).unwrap_err();
@@ -691,7 +690,7 @@ fn errors_name_the_wrong_cost() {
         let error = plan(&[1.0; 2], Some(&[1.0, wrong]), hidden).unwrap_err();
         assert!(matches!(error, Error::Entry { argument: "attention_costs", index: 1, .. }), "{error}");
     }
-    assert!(plan(&[1.0; 2], None, Communication { overlap: 0.0, ..hidden }).is_ok());
+    assert!(plan(&[1.0; 2], None, Exchange { overlap: 0.0, ..hidden }).is_ok());
     assert!(plan(&[1.0; 2], Some(&[1.0, 0.0]), hidden).is_ok());
 }
 

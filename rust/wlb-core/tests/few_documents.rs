@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, DynamicCpPlan, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{DynamicCpOptions, DynamicCpPlan, Exchange, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::{CostModel, Mask};
 
 use crate::common::strategies::checked;
@@ -73,7 +73,7 @@ impl Instance {
         let cost = CostModel::analytic(1e-6, rng.of(&[1e-3, 1e-4, 1e-5]), Mask::Causal).unwrap();
         let kind = rng.from(0, 3);
         if kind > 0 {
-            options.communication = Communication {
+            options.exchange = Exchange {
                 seconds_per_token: rng.of(&[3e-5, 1e-4, 3e-4]),
                 seconds_per_exchange: rng.of(&[0.0, 0.002, 0.01]),
                 overlap: rng.of(&[0.0, 0.5, 1.0]),
@@ -81,7 +81,7 @@ impl Instance {
         }
         if kind == 2 {
             let part = rng.of(&[0.0, 0.2, 0.5]);
-            let Communication { seconds_per_exchange, seconds_per_token, .. } = options.communication;
+            let Exchange { seconds_per_exchange, seconds_per_token, .. } = options.exchange;
             options.node = Some(Node {
                 ranks: rng.from(1, 5),
                 seconds_per_exchange: part * seconds_per_exchange,
@@ -111,7 +111,7 @@ impl Instance {
     /// Seconds on some ranks of documents of so many tokens, so much attention and so much else, by what the
     /// documentation says.
     fn seconds(&self, [tokens, attention, linear]: [f64; 3], first: usize, size: usize) -> f64 {
-        let Communication { mut seconds_per_exchange, mut seconds_per_token, overlap } = self.options.communication;
+        let Exchange { mut seconds_per_exchange, mut seconds_per_token, overlap } = self.options.exchange;
         if let Some(node) = self.options.node.filter(|node| first / node.ranks == (first + size - 1) / node.ranks) {
             (seconds_per_exchange, seconds_per_token) = (node.seconds_per_exchange, node.seconds_per_token);
         }
@@ -473,7 +473,7 @@ fn judged(instance: &Instance, seed: u64, steps: usize, elsewhere: usize) -> Jud
         }
     }
     let Instance { lengths, options, .. } = instance;
-    let is_free = options.communication == Communication::default();
+    let is_free = options.exchange == Exchange::default();
     Judged {
         index: 0,
         lengths: lengths.clone(),
@@ -508,8 +508,8 @@ fn reported_steps_take_as_little_as_is_possible() {
         let seconds = seconds(&DynamicCpOptions { num_micro_batches: count, ..three.clone() });
         assert!(seconds < 0.44389, "{count:?}: {seconds}");
     }
-    let communication = Communication { seconds_per_token: 1e-4, seconds_per_exchange: 0.01, overlap: 0.5 };
-    let four = DynamicCpOptions { communication, ..DynamicCpOptions::new(3, 1, 251) };
+    let exchange = Exchange { seconds_per_token: 1e-4, seconds_per_exchange: 0.01, overlap: 0.5 };
+    let four = DynamicCpOptions { exchange, ..DynamicCpOptions::new(3, 1, 251) };
     let plan = plan_dynamic_cp(&checked(&[129, 248, 502, 224]), None, &four, &cost(1e-5)).unwrap();
     assert!(plan.seconds < 0.07048, "{}", plan.seconds);
 }

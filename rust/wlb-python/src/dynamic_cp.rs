@@ -1,18 +1,139 @@
-//! `wlb.plan_dynamic_cp`.
+//! `wlb.plan_dynamic_cp` and `wlb.Exchange`.
 
 use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyDict};
 use wlb_core::Lengths;
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{self as core, Communication, Costs, DynamicCpOptions, GroupSizes, Node};
-use wlb_core::packing::{Padding, Pricing};
+use wlb_core::dynamic_cp::{self as core, Costs, DynamicCpOptions, GroupSizes, Node};
+use wlb_core::packing::Pricing;
 
 use crate::arguments;
 use crate::convert::{choice, floats};
 use crate::cost::{CostModel, pricing};
+use crate::dynamic_cp_plan::DynamicCpPlan;
 use crate::error::{raise, refuse};
 use crate::gil::run;
-use crate::plain::{Array, Tuple, column};
-use crate::results::answer;
+use crate::packing::padding;
+use crate::plain::hashed_by;
+
+/// Prices of exchanging keys and values inside a context-parallel group, forward and backward, over all layers.
+///
+/// A group of ``c`` ranks with ``T`` tokens exchanges for ``(c - 1) * seconds_per_exchange + T * (c - 1) / c *
+/// seconds_per_token`` seconds, of which attention hides up to ``overlap`` times its own time.
+/// ``wlb_tools.profiling.probe_link`` measures a network. Immutable and picklable; equal prices compare equal.
+///
+/// Args:
+///     seconds_per_token: seconds to exchange the keys and values of a token, and their gradients.
+///     seconds_per_exchange: latency of sending keys and values to the next rank.
+///     seconds_per_token_in_node, seconds_per_exchange_in_node: the same for a group inside a node, with
+///         ``ranks_per_node`` of ``wlb.plan_dynamic_cp``; neither may exceed the price across nodes.
+///     overlap: part of the attention, from 0 to 1, that can hide the exchange.
+///
+/// Raises:
+///     WlbError: a price below 0 or above 1e200; an ``overlap`` outside 0 to 1.
+///
+/// Examples:
+///     >>> import wlb
+///     >>> wlb.Exchange(seconds_per_token=7e-6, overlap=0.5).overlap
+///     0.5
+#[pyclass(frozen, eq, hash, get_all, module = "wlb")]
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) struct Exchange {
+    /// Seconds to exchange the keys and values of a token, and their gradients.
+    seconds_per_token: f64,
+    /// Latency of sending keys and values to the next rank, in seconds.
+    seconds_per_exchange: f64,
+    /// ``seconds_per_token`` of a group inside a node.
+    seconds_per_token_in_node: f64,
+    /// ``seconds_per_exchange`` of a group inside a node.
+    seconds_per_exchange_in_node: f64,
+    /// Part of the attention, from 0 to 1, that can hide the exchange.
+    overlap: f64,
+}
+
+hashed_by!(Exchange: |exchange| exchange.__repr__());
+
+#[pymethods]
+impl Exchange {
+    #[new]
+    #[pyo3(signature = (
+        *, seconds_per_token = 0.0, seconds_per_exchange = 0.0, seconds_per_token_in_node = 0.0,
+        seconds_per_exchange_in_node = 0.0, overlap = 1.0, **unknown
+    ))]
+    #[pyo3(text_signature = "(*, seconds_per_token=0.0, seconds_per_exchange=0.0, seconds_per_token_in_node=0.0, \
+                             seconds_per_exchange_in_node=0.0, overlap=1.0)")]
+    fn new(
+        #[pyo3(from_py_with = arguments::seconds_per_token)] seconds_per_token: f64,
+        #[pyo3(from_py_with = arguments::seconds_per_exchange)] seconds_per_exchange: f64,
+        #[pyo3(from_py_with = arguments::seconds_per_token_in_node)] seconds_per_token_in_node: f64,
+        #[pyo3(from_py_with = arguments::seconds_per_exchange_in_node)] seconds_per_exchange_in_node: f64,
+        #[pyo3(from_py_with = arguments::overlap)] overlap: f64,
+        unknown: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        arguments::refuse_unknown::<Self>(unknown)?;
+        let exchange = Self {
+            seconds_per_token,
+            seconds_per_exchange,
+            seconds_per_token_in_node,
+            seconds_per_exchange_in_node,
+            overlap,
+        };
+        let across = exchange.across();
+        across.check().and_then(|()| exchange.inside(1).check(&across)).map_err(raise).map(|()| exchange)
+    }
+
+    fn __repr__(&self) -> String {
+        let given = self.fields().into_iter().zip(Self::FREE.fields()).filter(|(given, free)| given != free);
+        let shown: Vec<String> = given.map(|((name, value), _)| format!("{name}={value:?}")).collect();
+        format!("Exchange({})", shown.join(", "))
+    }
+
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((), Bound<'py, PyDict>)> {
+        Ok(((), self.fields().into_py_dict(py)?))
+    }
+}
+
+impl Exchange {
+    /// Exchange that costs nothing.
+    const FREE: Self = Self {
+        seconds_per_token: 0.0,
+        seconds_per_exchange: 0.0,
+        seconds_per_token_in_node: 0.0,
+        seconds_per_exchange_in_node: 0.0,
+        overlap: 1.0,
+    };
+
+    fn fields(&self) -> [(&'static str, f64); 5] {
+        [
+            ("seconds_per_token", self.seconds_per_token),
+            ("seconds_per_exchange", self.seconds_per_exchange),
+            ("seconds_per_token_in_node", self.seconds_per_token_in_node),
+            ("seconds_per_exchange_in_node", self.seconds_per_exchange_in_node),
+            ("overlap", self.overlap),
+        ]
+    }
+
+    /// Prices of a group with ranks on several nodes.
+    fn across(&self) -> core::Exchange {
+        let &Self { seconds_per_token, seconds_per_exchange, overlap, .. } = self;
+        core::Exchange { seconds_per_exchange, seconds_per_token, overlap }
+    }
+
+    /// Prices of a group inside a node of this many ranks.
+    fn inside(&self, ranks: usize) -> Node {
+        let (seconds_per_exchange, seconds_per_token) =
+            (self.seconds_per_exchange_in_node, self.seconds_per_token_in_node);
+        Node { ranks, seconds_per_exchange, seconds_per_token }
+    }
+
+    /// Prices inside a node, if the caller says how many ranks a node has.
+    fn of_node(&self, ranks: Option<usize>) -> PyResult<Option<Node>> {
+        if ranks.is_none() && (self.seconds_per_token_in_node > 0.0 || self.seconds_per_exchange_in_node > 0.0) {
+            return Err(refuse("exchange", None, None, "has prices inside a node: pass ranks_per_node, too"));
+        }
+        Ok(ranks.map(|ranks| self.inside(ranks)))
+    }
+}
 
 /// Allowed groups: a named rule, or a list of sizes.
 pub(crate) enum Sizes {
@@ -37,9 +158,9 @@ impl Sizes {
 /// All ranks have the same number of micro-batches.
 ///
 /// On a group of ``c`` ranks, documents with ``T`` tokens together take ``micro_batch_seconds + cost / c + max(0,
-/// exchange - cp_overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange
-/// = (c - 1) * cp_seconds_per_exchange + T * (c - 1) / c * cp_seconds_per_token``. Each rank holds at most ``ceil(T /
-/// c)`` of the tokens (documents are sharded "per_document").
+/// exchange - overlap * attention_cost / c)`` seconds through the whole model, forward and backward, with ``exchange =
+/// (c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`` (``wlb.Exchange``). Each rank holds at most
+/// ``ceil(T / c)`` of the tokens (documents are sharded "per_document").
 ///
 /// Args:
 ///     lengths: int[n], tokens of the documents of the step.
@@ -52,7 +173,7 @@ impl Sizes {
 ///     costs: float64[n], cost of each document on one rank, in seconds for the whole model, if the length does not
 ///         tell the work. The ranks of a group share the cost; memory is counted in tokens.
 ///     attention_costs: float64[n], the part of each of ``costs`` that is attention, which hides exchange. Required
-///         with ``costs`` if exchange has a price and ``cp_overlap`` is above 0.
+///         with ``costs`` if ``exchange`` has a price and an ``overlap`` above 0.
 ///     num_virtual_stages: parts of the model on each stage.
 ///     schedule: "1f1b" or "interleaved_1f1b"; or "zbv" or "dualpipev", with ``num_virtual_stages=2``. None: "1f1b", or
 ///         "interleaved_1f1b" with several virtual stages. "dualpipev" needs at least two micro-batches for each stage.
@@ -77,11 +198,7 @@ impl Sizes {
 ///     max_micro_batches: largest number that is tried; default 4 times the first, or more if the documents do not fit.
 ///         The first is ``num_stages``, or more if memory or ``min_micro_batches`` needs more; with
 ///         ``micro_batch_seconds``, as few as memory allows.
-///     cp_seconds_per_token: seconds to exchange the keys and values of a token, and their gradients, over all layers.
-///     cp_seconds_per_exchange: latency of sending keys and values to the next rank, over all layers and passes.
-///     cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node: the same for groups inside a node, with
-///         ``ranks_per_node``; None is 0, and neither may exceed the value across nodes.
-///     cp_overlap: part of the attention, from 0 to 1, that can hide the exchange.
+///     exchange: prices of exchange inside a group; None: it is free.
 ///     p2p_seconds: latency between pipeline stages.
 ///     micro_batch_seconds: time of every micro-batch through the whole model, besides its documents.
 ///     ids: int64[n], ids of the documents in the plan; default their indices.
@@ -111,16 +228,13 @@ impl Sizes {
                       attention_costs=None, num_virtual_stages=1, schedule=None, sync='step', max_cp_size=None, \
                       group_sizes='powers_of_two', ranks_per_node=None, max_documents=None, multiple_of_tokens=1, \
                       token_buckets=None, num_micro_batches=None, min_micro_batches=None, max_micro_batches=None, \
-                      cp_seconds_per_token=0.0, cp_seconds_per_exchange=0.0, cp_seconds_per_token_in_node=None, \
-                      cp_seconds_per_exchange_in_node=None, cp_overlap=1.0, p2p_seconds=0.0, \
-                      micro_batch_seconds=0.0, ids=None)")]
+                      exchange=None, p2p_seconds=0.0, micro_batch_seconds=0.0, ids=None)")]
 #[pyo3(signature = (
     lengths, *, world_size, num_stages, max_tokens_per_rank, cost_model = None, costs = None, attention_costs =
     None, num_virtual_stages = 1, schedule = None, sync = "step", max_cp_size = None, group_sizes =
     Sizes::Named(GroupSizes::PowersOfTwo), ranks_per_node = None, max_documents = None, multiple_of_tokens = 1, token_buckets = None,
-    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, cp_seconds_per_token = 0.0,
-    cp_seconds_per_exchange = 0.0, cp_seconds_per_token_in_node = None, cp_seconds_per_exchange_in_node = None,
-    cp_overlap = 1.0, p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None
+    num_micro_batches = None, min_micro_batches = None, max_micro_batches = None, exchange = None,
+    p2p_seconds = 0.0, micro_batch_seconds = 0.0, ids = None
 ))]
 #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
 pub(crate) fn plan_dynamic_cp<'py>(
@@ -144,17 +258,12 @@ pub(crate) fn plan_dynamic_cp<'py>(
     #[pyo3(from_py_with = arguments::optional::num_micro_batches)] num_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::min_micro_batches)] min_micro_batches: Option<usize>,
     #[pyo3(from_py_with = arguments::optional::max_micro_batches)] max_micro_batches: Option<usize>,
-    #[pyo3(from_py_with = arguments::cp_seconds_per_token)] cp_seconds_per_token: f64,
-    #[pyo3(from_py_with = arguments::cp_seconds_per_exchange)] cp_seconds_per_exchange: f64,
-    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_token_in_node)] cp_seconds_per_token_in_node: Option<f64>,
-    #[pyo3(from_py_with = arguments::optional::cp_seconds_per_exchange_in_node)]
-    cp_seconds_per_exchange_in_node: Option<f64>,
-    #[pyo3(from_py_with = arguments::cp_overlap)] cp_overlap: f64,
+    exchange: Option<&Exchange>,
     #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
     #[pyo3(from_py_with = arguments::micro_batch_seconds)] micro_batch_seconds: f64,
     #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let padding = Padding::new(multiple_of_tokens, 1, &token_buckets.unwrap_or_default()).map_err(raise)?;
+) -> PyResult<DynamicCpPlan> {
+    let exchange = exchange.unwrap_or(&Exchange::FREE);
     let options = DynamicCpOptions {
         world_size,
         num_stages,
@@ -162,18 +271,14 @@ pub(crate) fn plan_dynamic_cp<'py>(
         schedule: schedule.map(choice).transpose()?,
         sync: choice(sync)?,
         max_tokens_per_rank,
-        padding: Some(padding).filter(|padding| !padding.is_none()),
+        padding: padding(multiple_of_tokens, 1, token_buckets)?.if_any(),
         max_documents,
         max_cp_size,
         num_micro_batches,
         min_micro_batches,
         max_micro_batches,
-        communication: Communication {
-            seconds_per_exchange: cp_seconds_per_exchange,
-            seconds_per_token: cp_seconds_per_token,
-            overlap: cp_overlap,
-        },
-        node: node(ranks_per_node, cp_seconds_per_token_in_node, cp_seconds_per_exchange_in_node)?,
+        exchange: exchange.across(),
+        node: exchange.of_node(ranks_per_node)?,
         p2p_seconds,
         micro_batch_seconds,
         ..DynamicCpOptions::new(world_size, num_stages, max_tokens_per_rank)
@@ -191,103 +296,7 @@ pub(crate) fn plan_dynamic_cp<'py>(
         Pricing::Model(model) => Costs::Model(model),
         Pricing::Given(costs) => Costs::Given { costs, attention: attention_costs.as_deref() },
     };
-    let plan =
-        run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))
-            .map_err(raise)?;
-    let of_groups = |tokens: fn(&core::DynamicCpPlan, usize) -> i64| {
-        Array::<Vec<i64>>((0..plan.groups.len()).map(|group| tokens(&plan, group)).collect())
-    };
-    let tokens_per_rank = of_groups(core::DynamicCpPlan::tokens_per_rank);
-    let padded_tokens_per_rank = of_groups(core::DynamicCpPlan::padded_tokens_per_rank);
-    answer!(py, "DynamicCpPlan", plan {
-        world_size, num_stages, num_virtual_stages, max_tokens_per_rank, max_documents, seconds, p2p_seconds,
-        lower_bound, balanced_seconds;
-        _digest: run(py, lengths.len().max(world_size), || plan.digest()),
-        _first_ranks: column(&plan.groups, |group| group.first_rank as i32),
-        _cp_sizes: column(&plan.groups, |group| group.cp_size as i32),
-        _tokens_per_rank: tokens_per_rank,
-        _padded_tokens_per_rank: padded_tokens_per_rank,
-        _group_seconds: column(&plan.groups, |group| group.seconds),
-        _group_offsets: column(&plan.group_offsets, |&offset| offset as i64),
-        _document_offsets: column(&plan.document_offsets, |&offset| offset as i64),
-        _document_ids: Array(plan.documents),
-        _lengths: Array(plan.lengths),
-        schedule: plan.schedule.as_str(),
-        sync: plan.sync.as_str(),
-        multiple_of_tokens: plan.padding.as_ref().map_or(1, Padding::multiple_of),
-        token_buckets: Tuple(plan.padding.as_ref().map_or(Vec::new(), |padding| padding.buckets().to_vec())),
-        sweep: Tuple(plan.sweep),
-    })
-}
-
-/// Seconds of a step whose groups (given by their sizes, in the order of ranks) take these times; see
-/// ``DynamicCpPlan.step_seconds``.
-#[pyfunction]
-#[pyo3(signature = (
-    group_seconds, *, cp_sizes, group_offsets, world_size, num_stages, num_virtual_stages, schedule, sync,
-    p2p_seconds
-))]
-#[allow(clippy::too_many_arguments, reason = "keywords in Python")]
-pub(crate) fn dynamic_cp_seconds(
-    py: Python<'_>,
-    #[pyo3(from_py_with = arguments::group_seconds)] group_seconds: Vec<f64>,
-    #[pyo3(from_py_with = arguments::cp_sizes)] cp_sizes: Vec<i64>,
-    #[pyo3(from_py_with = arguments::group_offsets)] group_offsets: Vec<i64>,
-    #[pyo3(from_py_with = arguments::world_size)] world_size: usize,
-    #[pyo3(from_py_with = arguments::num_stages)] num_stages: usize,
-    #[pyo3(from_py_with = arguments::num_virtual_stages)] num_virtual_stages: usize,
-    schedule: &str,
-    sync: &str,
-    #[pyo3(from_py_with = arguments::p2p_seconds)] p2p_seconds: f64,
-) -> PyResult<f64> {
-    if group_seconds.len() != cp_sizes.len() {
-        let problem = format!("has {} entries, but the plan has {} groups", group_seconds.len(), cp_sizes.len());
-        return Err(refuse("group_seconds", None, None, &problem));
-    }
-    let mut first_rank = 0;
-    let groups: Vec<core::Group> = cp_sizes
-        .into_iter()
-        .zip(group_seconds)
-        .map(|(cp_size, seconds)| {
-            // A size out of range becomes 0, which is refused below.
-            let cp_size = u32::try_from(cp_size).ok().filter(|&size| size as usize <= world_size).unwrap_or(0);
-            let group = core::Group { first_rank, cp_size, seconds };
-            first_rank = (first_rank + cp_size) % world_size as u32;
-            group
-        })
-        .collect();
-    let offsets: Vec<usize> = group_offsets.into_iter().map(|offset| usize::try_from(offset).unwrap_or(0)).collect();
-    let (schedule, tokens) = (Some(choice(schedule)?), 1); // the time of a step does not depend on `tokens`
-    let options = DynamicCpOptions {
-        num_virtual_stages,
-        schedule,
-        sync: choice(sync)?,
-        p2p_seconds,
-        ..DynamicCpOptions::new(world_size, num_stages, tokens)
-    };
-    let step = || core::step_seconds(&groups, &offsets, &options);
-    run(py, groups.len().max(world_size), step).map_err(raise)
-}
-
-/// Price of exchange inside a node, if the caller says how many ranks a node has.
-fn node(
-    ranks: Option<usize>,
-    seconds_per_token: Option<f64>,
-    seconds_per_exchange: Option<f64>,
-) -> PyResult<Option<Node>> {
-    let Some(ranks) = ranks else {
-        let given = [
-            ("cp_seconds_per_token_in_node", seconds_per_token),
-            ("cp_seconds_per_exchange_in_node", seconds_per_exchange),
-        ];
-        return match given.into_iter().find(|(_, seconds)| seconds.is_some()) {
-            Some((argument, _)) => {
-                Err(refuse(argument, None, None, "has no meaning without ranks_per_node: pass it, too"))
-            }
-            None => Ok(None),
-        };
-    };
-    let [seconds_per_token, seconds_per_exchange] =
-        [seconds_per_token, seconds_per_exchange].map(Option::unwrap_or_default);
-    Ok(Some(Node { ranks, seconds_per_exchange, seconds_per_token }))
+    run(py, lengths.len().max(world_size), || core::plan_dynamic_cp(&lengths, ids.as_deref(), &options, costs))
+        .map(DynamicCpPlan::from)
+        .map_err(raise)
 }

@@ -3,12 +3,16 @@
 
 use std::num::NonZeroI64;
 
+use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
+use pyo3::types::PyDict;
 use wlb_core::sharding::execution::{
     Buckets, Call, HeadsPlan, Indices, KeysPlan, Layout, MovesPlan, RingPlan, Rows, Sum, Transport,
 };
 
+use crate::arguments;
 use crate::error::raise;
+use crate::gil::run;
 use crate::plain::Array;
 use crate::sharding::Shard;
 
@@ -187,4 +191,44 @@ pub(crate) fn moves_plan(
 ) -> (Array<Vec<i32>>, PlainRows, Vec<i64>, PlainRows, Vec<i64>) {
     let plan = py.detach(|| MovesPlan::of(&Layout::of(&before.plan), &Layout::of(&after.plan), rank));
     (Array(plan.indices.rows), rows(plan.sent), plan.sent_rows, rows(plan.placed), plan.arriving_rows)
+}
+
+/// The rows and predictions of one rank of a forest, as `wlb.torch.ForestBatch` names them.
+///
+/// Args:
+///     shard: the micro-batch's ``Shard``, of a forest.
+///     rank: one of its ranks.
+///     tokens: int64[R], tokens of the samples, one sample after the other; further samples are padding.
+///     counts: bool[R], whether the sample predicts each token; never its first.
+///
+/// Returns:
+///     dict of int64 arrays: ``tokens`` and ``sample_counts`` of each row; ``edge_rows``, ``edge_targets`` and
+///     ``edge_weights`` of each edge; ``sample_edges``, ``sample_of`` and ``sample_positions`` of each prediction.
+///
+/// Raises:
+///     WlbError: a shard of documents, tokens that are no whole samples, or a first token that counts.
+#[pyfunction]
+#[pyo3(signature = (shard, rank, *, tokens, counts))]
+pub(crate) fn forest_edges<'py>(
+    py: Python<'py>,
+    shard: &Shard,
+    rank: usize,
+    #[pyo3(from_py_with = arguments::sample_tokens)] tokens: Vec<i64>,
+    counts: PyReadonlyArray1<'_, bool>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let counts = counts.as_slice()?.to_vec();
+    let edges = run(py, tokens.len(), || shard.plan.edges(rank, &tokens, &counts)).map_err(raise)?;
+    let arrays = [
+        ("tokens", edges.tokens),
+        ("sample_counts", edges.sample_counts),
+        ("edge_rows", edges.rows),
+        ("edge_targets", edges.targets),
+        ("edge_weights", edges.weights),
+        ("sample_edges", edges.sample_edges),
+        ("sample_of", edges.samples),
+        ("sample_positions", edges.positions),
+    ];
+    let found = PyDict::new(py);
+    arrays.into_iter().try_for_each(|(name, values)| found.set_item(name, Array(values)))?;
+    Ok(found)
 }

@@ -1,7 +1,7 @@
 //! `wlb._core`: numpy in, plans out. Conversion only; every decision is made in `wlb-core`.
 //!
 //! Packings, shards and other objects that functions take as arguments stay objects of the core; their arrays are
-//! copied to numpy when they are read. Results that are only read (Dynamic-CP plans, bounds, metrics, tuning, simulated
+//! copied to numpy when they are read. Results that are only read (bounds, metrics, tuning, simulated
 //! pipelines) become dataclasses of `wlb._results`: see [`results`].
 
 use pyo3::prelude::*;
@@ -10,6 +10,7 @@ mod arguments;
 mod convert;
 mod cost;
 mod dynamic_cp;
+mod dynamic_cp_plan;
 mod error;
 mod execution;
 mod forest;
@@ -45,8 +46,9 @@ mod _core {
     #[pymodule_export]
     use super::{
         cost::{CostModel, pairs, pass_weights},
-        dynamic_cp::{dynamic_cp_seconds, plan_dynamic_cp},
-        execution::{keys_plan, moves_plan, ring_plan},
+        dynamic_cp::{Exchange, plan_dynamic_cp},
+        dynamic_cp_plan::{CpGroup, DynamicCpPlan, DynamicMicroBatch},
+        execution::{forest_edges, keys_plan, moves_plan, ring_plan},
         forest::PrefixForest,
         kernel::KernelModel,
         packer::Packer,

@@ -10,18 +10,22 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use wlb_core::packing::Padding;
 use wlb_core::stream::{
-    CostTable, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
+    CostTable, Offered, OnBacklog, Oversize, Packer as Core, PackerConfig, Push, Release, StepShape, StreamMethod,
+    Turns, Upcoming,
 };
 use wlb_core::{CostModel as Model, Lengths};
 
 use crate::arguments;
 use crate::convert::choice;
 use crate::cost::{CostModel, read_costs, read_costs_if_any};
-use crate::error::{BacklogWarning, StateError, raise};
+use crate::error::{BacklogWarning, StateError, raise, refuse};
 use crate::gil::{RELEASE_FROM, run};
-use crate::packing::{Packing, ranks};
-use crate::plain::{Pickle, Tuple};
+use crate::packing::{Packing, padding, ranks};
+use crate::plain::{Array, Pickle, Tuple};
 use crate::results::answer;
+
+/// `(end, offered, due, early)`; see `wlb_core::stream::Offered`.
+type PlainOffered = (usize, Array<Vec<i64>>, usize, Option<Array<Vec<i64>>>);
 
 /// Packs one training step after the other from a stream of documents, and lets some documents wait.
 ///
@@ -155,6 +159,21 @@ impl Packer {
             if self.replace(&before, after) {
                 return result;
             }
+        }
+    }
+
+    /// Changes the core by new documents of these lengths, within its bounds if they can be exceeded.
+    fn changed<T: Send>(
+        &self,
+        py: Python<'_>,
+        lengths: &Lengths,
+        change: impl Fn(&mut Core) -> wlb_core::Result<T> + Send + Sync,
+    ) -> PyResult<T> {
+        let pieces = self.lock().pieces_of_new(lengths);
+        if self.is_watched(lengths) {
+            self.change_within_bounds(py, pieces, change)
+        } else {
+            self.change(py, pieces, change).map_err(raise)
         }
     }
 
@@ -615,9 +634,8 @@ impl Packer {
             Some(release) => choice(release)?,
             None => Release::of_thresholds(outlier_thresholds.as_deref()),
         };
-        let padding = Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
+        let padding = padding(multiple_of_tokens, cp_size, token_buckets)?;
         let max_tokens = padding.most(max_tokens).map_err(raise)?;
-        let padding = Some(padding).filter(|padding| !padding.is_none());
         let packer = Core::new(PackerConfig {
             outlier_thresholds: outlier_thresholds.unwrap_or_default(),
             delay_price: delay_price.or(release.default_price()),
@@ -626,7 +644,7 @@ impl Packer {
             shape: StepShape {
                 ranks: ranks(dp_size, sync)?,
                 max_documents,
-                padding,
+                padding: padding.if_any(),
                 max_cost: max_step_cost,
                 tokens_per_batch,
             },
@@ -693,13 +711,116 @@ impl Packer {
             let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
             core.push_pieces(&Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) })
         };
-        let pieces = self.lock().pieces_of_new(&lengths);
-        let packing = if self.is_watched(&lengths) {
-            self.change_within_bounds(py, pieces, push)
-        } else {
-            self.change(py, pieces, push).map_err(raise)
+        self.changed(py, &lengths, push).map(Packing::from)
+    }
+
+    /// Chooses the pieces that a reader offers in a step: pieces whose turn is now, and pieces of later steps that come
+    /// early (``leads``). The last offer takes a rest with it that is too small for a step.
+    ///
+    /// Args:
+    ///     lengths: int[n], tokens of the pieces that come next, in the order of their turns; enough of them to know
+    ///         whether a whole step remains.
+    ///     most_early: int[n], most steps by which each piece may come early: 0 for a part of a document, -1 for a piece
+    ///         that has entered already.
+    ///     tokens_per_batch: tokens of a global batch.
+    ///     min_step_tokens: least tokens of a step.
+    ///     to_the_end: whether there are no pieces after these.
+    ///     wanted: tokens whose turn is now; at least one new piece. Give this, or ``steps``.
+    ///     steps: int[n], ascending, steps until the turn of each piece; 0 is now.
+    ///
+    /// Returns:
+    ///     ``(end int, offered int64[k], due int, early int64[k] or None)``: pieces whose turn is now, with those that
+    ///     have entered; indices of the offered pieces; how many of those are due; by how many steps each comes early
+    ///     (None: all are due).
+    ///
+    /// Raises:
+    ///     WlbError: arrays of other lengths, or numbers out of range; pieces may come early, and the packer has no cost
+    ///         model.
+    ///
+    /// O(n).
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=4, max_tokens=200, cost_model=cost)
+    ///     >>> packer.offered([50, 50, 200, 10, 10], most_early=[4] * 5, wanted=100, tokens_per_batch=100,
+    ///     ...                min_step_tokens=10, to_the_end=False)
+    ///     (2, array([0, 1, 2]), 2, array([0, 0, 1]))
+    #[pyo3(signature = (
+        lengths, *, most_early, tokens_per_batch, min_step_tokens, to_the_end, wanted = None, steps = None
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn offered(
+        &self,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::most_early)] most_early: Vec<i64>,
+        #[pyo3(from_py_with = arguments::tokens_per_batch)] tokens_per_batch: i64,
+        #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
+        #[pyo3(from_py_with = arguments::to_the_end)] to_the_end: bool,
+        #[pyo3(from_py_with = arguments::optional::wanted)] wanted: Option<i64>,
+        #[pyo3(from_py_with = arguments::optional::steps)] steps: Option<Vec<i64>>,
+    ) -> PyResult<PlainOffered> {
+        let turns = match (wanted, &steps) {
+            (Some(wanted), None) => Turns::Tokens(wanted),
+            (None, Some(steps)) => Turns::Steps(steps),
+            _ => return Err(refuse("wanted", None, None, "give this or steps, one of the two")),
         };
-        packing.map(Packing::from)
+        let (lengths, most_early) = (&lengths, &most_early[..]);
+        let upcoming = Upcoming { lengths, most_early, turns, tokens_per_batch, min_step_tokens, to_the_end };
+        let offered = self.lock().offered(&upcoming); // two statements, as in `leads`
+        let Offered { end, pieces, due, early } = offered.map_err(raise)?;
+        let pieces = pieces.into_iter().map(|index| index as i64).collect();
+        Ok((end, Array(pieces), due, Some(early).filter(|early| !early.is_empty()).map(Array)))
+    }
+
+    /// Packs one step of as many of these pieces as are admitted (``admits``), from the first on.
+    ///
+    /// Args:
+    ///     lengths, ids, starts, costs, early: as for ``push``.
+    ///     min_step_tokens: as for ``push``, unless the caller may offer more.
+    ///     more: whether there are further pieces: if all of these enter, the step may be small, and the caller adds
+    ///         more before it takes the step.
+    ///     rest_waits: whether pieces that do not enter make a step of their own, which needs ``min_step_tokens``: fewer
+    ///         enter if too little would be left.
+    ///
+    /// Returns:
+    ///     ``(entered int, Packing)``: the number of pieces that entered, and the plan of the step.
+    ///
+    /// Raises:
+    ///     WlbError: as ``admits`` and ``push``. The packer is unchanged.
+    ///
+    /// Takes as long as ``admits`` and ``push``.
+    ///
+    /// Examples:
+    ///     >>> import wlb
+    ///     >>> cost = wlb.CostModel(attention=1.0, linear=1.0)
+    ///     >>> packer = wlb.Packer(num_micro_batches=2, max_tokens=100, cost_model=cost, max_delay=0)
+    ///     >>> entered, step = packer.fill([80, 80, 80], [0, 1, 2], min_step_tokens=10, more=True, rest_waits=False)
+    ///     >>> entered, step.tokens
+    ///     (2, array([80, 80]))
+    #[pyo3(signature = (
+        lengths, ids, *, starts = None, costs = None, early = None, min_step_tokens, more, rest_waits
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn fill(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = arguments::lengths)] lengths: Lengths,
+        #[pyo3(from_py_with = arguments::optional::ids)] ids: Option<Vec<i64>>,
+        #[pyo3(from_py_with = arguments::optional::starts)] starts: Option<Vec<i32>>,
+        #[pyo3(from_py_with = arguments::optional::costs)] costs: Option<arguments::Table>,
+        #[pyo3(from_py_with = arguments::optional::early)] early: Option<Vec<i64>>,
+        #[pyo3(from_py_with = arguments::min_step_tokens)] min_step_tokens: i64,
+        #[pyo3(from_py_with = arguments::more)] more: bool,
+        #[pyo3(from_py_with = arguments::rest_waits)] rest_waits: bool,
+    ) -> PyResult<(usize, Packing)> {
+        let fill = |core: &mut Core| {
+            let (ids, starts, early) = (ids.as_deref(), starts.as_deref(), early.as_deref());
+            let offer = Push { lengths: &lengths, ids, starts, min_step_tokens, early, costs: table(&costs) };
+            core.fill(&offer, more, rest_waits)
+        };
+        let (entered, packing) = self.changed(py, &lengths, fill)?;
+        Ok((entered, Packing::from(packing)))
     }
 
     /// Number of steps by which each upcoming document should be pushed before its turn (``push(early=)``).

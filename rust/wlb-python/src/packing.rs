@@ -162,7 +162,7 @@ pub(crate) fn pack(
             ("leftover", leftover != "error", "is for documents: all samples of a forest are placed"),
         ])?;
     }
-    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
+    let padding = padding(multiple_of_tokens, cp_size, token_buckets)?;
     let most = padding.most(max_tokens).map_err(raise)?;
     let explained = |error| raise(padding.explained(error, max_tokens));
     let padded = |packing| Packing::padded(packing, padding.clone());
@@ -233,6 +233,15 @@ pub(crate) fn pack(
     })
     .map(padded)
     .map_err(explained)
+}
+
+/// The sizes that micro-batches are padded up to.
+pub(crate) fn padding(
+    multiple_of_tokens: i32,
+    cp_size: usize,
+    token_buckets: Option<Vec<i32>>,
+) -> PyResult<core::Padding> {
+    core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)
 }
 
 /// The data-parallel ranks, and where they wait for each other.
@@ -589,7 +598,7 @@ impl From<core::Packing> for Packing {
 impl Packing {
     /// A plan whose micro-batches are padded when they run.
     fn padded(packing: core::Packing, padding: core::Padding) -> Self {
-        Self::from(core::Packing { padding: (!padding.is_none()).then_some(padding), ..packing })
+        Self::from(core::Packing { padding: padding.if_any(), ..packing })
     }
 
     fn micro_batch(&self, index: usize) -> MicroBatch {
@@ -779,8 +788,7 @@ pub(crate) fn padded_tokens(
     #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
 ) -> PyResult<i64> {
-    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
-    padding.checked(tokens).map_err(raise)
+    padding(multiple_of_tokens, cp_size, token_buckets)?.checked(tokens).map_err(raise)
 }
 
 /// Largest padded size within ``max_tokens``: the ``max_tokens`` of a packer with these options.
@@ -801,8 +809,7 @@ pub(crate) fn most_tokens(
     #[pyo3(from_py_with = arguments::cp_size)] cp_size: usize,
     #[pyo3(from_py_with = arguments::optional::token_buckets)] token_buckets: Option<Vec<i32>>,
 ) -> PyResult<i32> {
-    let padding = core::Padding::new(multiple_of_tokens, cp_size, &token_buckets.unwrap_or_default()).map_err(raise)?;
-    padding.most(max_tokens).map_err(raise)
+    padding(multiple_of_tokens, cp_size, token_buckets)?.most(max_tokens).map_err(raise)
 }
 
 /// Cuts documents into pieces of at most ``max_document_tokens``, such as a context window.

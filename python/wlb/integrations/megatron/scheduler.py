@@ -39,7 +39,7 @@ class DynamicCpScheduler:
         dp_cp_group: the data x context ranks.
         cost_model: what samples cost; by default from the model's configuration that `get_groups_and_subsamples` gets,
             without the output layer, whose size it does not have.
-        **options: of `wlb.plan_dynamic_cp`: `max_cp_size`, `cp_seconds_per_token`, ...
+        **options: of `wlb.plan_dynamic_cp`: `max_cp_size`, `exchange`, ...
 
     Raises:
         wlb.WlbError: a size is below 1.

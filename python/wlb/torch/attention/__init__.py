@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,18 @@ from torch import Tensor
 import wlb
 from wlb._errors import check_bool
 from wlb.torch.attention import arguments, kernels, operator, plan
-from wlb.torch.attention.arguments import Transport, cp_sizes
+from wlb.torch.attention.arguments import Options, Transport, cp_sizes
 from wlb.torch.attention.heads import HeadsExchange, join_heads, split_heads
 from wlb.torch.attention.keys import KeysExchange, head_parts
 from wlb.torch.attention.merge import LSE_CHANNELS, attention
 from wlb.torch.attention.recut import halo, recut
 from wlb.torch.attention.ring import Ring
 from wlb.torch.lazy import not_compiled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from wlb.torch.attention.arguments import Named
 
 __all__ = ["context_parallel_attention", "cp_sizes", "halo", "prepare_attention", "recut"]
 
@@ -31,16 +36,8 @@ def context_parallel_attention(
     v: Tensor,
     shard: wlb.Shard | Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    transport: Transport = "all_gather",
-    ulysses_size: int | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kernel: kernels.KernelName = "auto",
     return_lse: Literal[False] = False,
+    **options: Unpack[Named],
 ) -> Tensor: ...
 @overload
 def context_parallel_attention(
@@ -49,16 +46,8 @@ def context_parallel_attention(
     v: Tensor,
     shard: wlb.Shard | Tensor,
     *,
-    group: dist.ProcessGroup | None = None,
-    transport: Transport = "all_gather",
-    ulysses_size: int | None = None,
-    softmax_scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    kernel: kernels.KernelName = "auto",
     return_lse: Literal[True],
+    **options: Unpack[Named],
 ) -> tuple[Tensor, Tensor]: ...
 def context_parallel_attention(
     q: Tensor,
@@ -142,13 +131,11 @@ def context_parallel_attention(
     Raises:
         WlbError: shapes, dtypes, devices, the group, or a combination of options do not fit.
     """
-    options = (
-        *(group, transport, ulysses_size, softmax_scale, softcap, window, alibi_slopes, sinks, kernel, return_lse),
-    )
+    options = Options(transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse)
     if isinstance(shard, Tensor):
-        out, lse = operator.attention(q, k, v, shard, *options)
+        out, lse = operator.attention(q, k, v, shard, alibi_slopes, sinks, group, options)
         return (out, lse) if return_lse else out
-    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, *options)
+    found: Tensor | tuple[Tensor, Tensor] = _attend(q, k, v, shard, alibi_slopes, sinks, group, options)
     return found
 
 
@@ -159,16 +146,10 @@ def _attend(
     k: Tensor,
     v: Tensor,
     shard: wlb.Shard,
-    group: dist.ProcessGroup | None,
-    transport: Transport,
-    ulysses_size: int | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    window: int | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    kernel: kernels.KernelName,
-    return_lse: bool,
+    group: dist.ProcessGroup | None,
+    options: Options,
     with_lse: bool = False,
     known: operator.Known | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -179,10 +160,8 @@ def _attend(
     """
     rank, size = arguments.place(group)
     arguments.check_are_tensors(q, k, v)
-    how = _known_how(
-        *(shard, rank, size, transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse),
-        *(alibi_slopes is not None, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-    )
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    how = _known_how(shard, rank, size, alibi_slopes is not None, tensors, *options)
     width, degree, chosen = how.width, how.degree, how.kernel
     if width:
         q, k, v = arguments.of_one_width(q, k, v, width)
@@ -193,12 +172,12 @@ def _attend(
         mine = slice(rank % degree * share, (rank % degree + 1) * share)  # heads that this rank computes
         if alibi_slopes is not None:
             arguments.check_slopes(alibi_slopes, q)
-            chosen = how.choose(kernel, q, alibi_slopes[mine])
+            chosen = how.choose(options.kernel, q, alibi_slopes[mine])
         if sinks is not None:
             arguments.check_of_heads("sinks", sinks, q)
             sinks = sinks if degree == 1 else sinks[mine]
     assert chosen is not None
-    shown = return_lse or with_lse
+    shown = options.return_lse or with_lse
     if how.heads is None:
         out, lse = attention(q, k, v, how.exchange, group, chosen, how.computed, sinks, shown, known)
     else:
@@ -239,17 +218,12 @@ def _how(
     shard: wlb.Shard,
     rank: int,
     size: int,
-    transport: Transport,
-    ulysses_size: int | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    kernel: kernels.KernelName,
-    return_lse: bool,
     biased: bool,
-    *tensors: Any,
+    tensors: tuple[Any, ...],
+    *options: Any,  # one by one: the cache tells 1 from True among arguments, and not inside of a tuple
 ) -> _How:
     """Checks the arguments and derives how the layer attends: once for all layers that are called alike."""
+    transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse = Options(*options)
     check_bool("return_lse", return_lse)
     arguments.check_any_shard(shard)
     arguments.check_size(shard, size)

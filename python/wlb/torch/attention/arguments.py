@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,35 @@ from torch.nn.functional import pad
 import wlb
 from wlb._core import MAX_TOKENS
 from wlb._errors import check_integer, check_positive, error, is_integer
+from wlb.torch.attention.kernels import KernelName
 
 Transport = Literal["all_gather", "fetch", "ring", "ulysses", "usp"]
+
+
+class Options(NamedTuple):
+    """Plain options of `context_parallel_attention`, in the order of the operator's schema."""
+
+    transport: Transport
+    ulysses_size: int | None
+    softmax_scale: float | None
+    softcap: float | None
+    window: int | None
+    kernel: KernelName
+    return_lse: bool
+
+
+class Named(TypedDict, total=False):
+    """Keywords of `context_parallel_attention`, except `return_lse`, for type checkers."""
+
+    group: dist.ProcessGroup | None
+    transport: Transport
+    ulysses_size: int | None
+    softmax_scale: float | None
+    softcap: float | None
+    window: int | None
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    kernel: KernelName
 
 
 def check_shard(shard: wlb.Shard, name: str = "shard") -> None:

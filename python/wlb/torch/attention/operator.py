@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 import wlb
 from wlb._errors import error
+from wlb.torch.attention.arguments import Options
 from wlb.torch.attention.kernels import accumulator
 
 KEPT = 1024
@@ -77,16 +78,10 @@ def attention(
     k: Tensor,
     v: Tensor,
     prepared: Tensor,
-    group: dist.ProcessGroup | None,
-    transport: str,
-    ulysses_size: int | None,
-    softmax_scale: float | None,
-    softcap: float | None,
-    window: int | None,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
-    kernel: str,
-    return_lse: bool,
+    group: dist.ProcessGroup | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Runs the operator on the micro-batch whose shard has the number `prepared`.
 
@@ -94,24 +89,19 @@ def attention(
         the output `[tokens, heads, value_dim]` and its log-sum-exp `[tokens, heads]`.
     """
     name = "" if group is None else group.group_name
-    result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(
-        *(q, k, v, prepared, alibi_slopes, sinks),
-        *(name, transport, ulysses_size, softmax_scale, softcap, window, kernel, return_lse),
-    )
+    result: tuple[Tensor, Tensor] = torch.ops.wlb.attention(q, k, v, prepared, alibi_slopes, sinks, name, *options)
     return result
 
 
-_NAMES = ("transport", "ulysses_size", "softmax_scale", "softcap", "window", "kernel", "return_lse")
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? sinks, str group, str transport, int? ulysses_size, float? softmax_scale, "
     "float? softcap, SymInt? window, str kernel, bool return_lse"
 )
 
 
-def _options(alibi_slopes: Tensor | None, sinks: Tensor | None, group: str, *plain: Any) -> dict[str, Any]:
+def _named(alibi_slopes: Tensor | None, sinks: Tensor | None, group: str, *options: Any) -> dict[str, Any]:
     found = None if group == "" else _resolve_process_group(group)  # type: ignore[arg-type]
-    of_heads = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    return {**of_heads, "group": found, **dict(zip(_NAMES, plain, strict=True))}
+    return {"alibi_slopes": alibi_slopes, "sinks": sinks, "group": found, "options": Options(*options)}
 
 
 @torch.library.custom_op(
@@ -121,7 +111,7 @@ def _options(alibi_slopes: Tensor | None, sinks: Tensor | None, group: str, *pla
 )
 def _forward(q: Tensor, k: Tensor, v: Tensor, prepared: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        out, lse = _ATTEND[0](q, k, v, PREPARED.get(prepared), with_lse=True, **_options(*options))
+        out, lse = _ATTEND[0](q, k, v, PREPARED.get(prepared), with_lse=True, **_named(*options))
     return out.contiguous(), lse
 
 
@@ -158,14 +148,14 @@ def _backward(
     prepared: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    named = _options(*options)
+    named = _named(*options)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     if named["sinks"] is not None:
         named["sinks"] = named["sinks"].detach().requires_grad_()
         leaves.append(named["sinks"])
     with _differentiable():
         again = _ATTEND[0](*leaves[:3], PREPARED.get(prepared), known=(out.detach(), lse.detach()), **named)
-    results, gradients = ([*again], [d_out, d_lse]) if named["return_lse"] else ([again], [d_out])
+    results, gradients = ([*again], [d_out, d_lse]) if named["options"].return_lse else ([again], [d_out])
     dq, dk, dv, *d_sinks = torch.autograd.grad(results, leaves, gradients)
     # The gradients of keys and values are views of one tensor, and outputs of an operator must not share memory.
     dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in (dk, dv))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import wlb
-from wlb._core import padded_tokens
+from wlb._core import forest_edges, padded_tokens
 from wlb._errors import check_integer, error
 from wlb._shown import explained
 from wlb.reading.documents import IGNORE, Document, as_arrays
@@ -159,39 +159,11 @@ def collate_samples(
     shard = wlb.shard(_filled(forest, padding) if padding else forest, cp_size=cp_size)
     if cp_rank >= cp_size:
         raise error("cp_rank", f"= {cp_rank}: the group has ranks 0 to {cp_size - 1}", value=cp_rank)
-    held = shard.rank(cp_rank)
-    mine = held.token_indices
-
-    # Four arrays over the tokens of all samples: place in memory, sample, position, whether the sample predicts it.
-    at = forest_of(shard).token_indices[: flat.size]  # padding is the last sample
-    of = np.repeat(np.arange(len(named)), sizes)
-    positions = np.arange(flat.size) - offsets[of]
     counts = np.concatenate([np.zeros(0, bool), *(_counts(sample, number) for number, sample in enumerate(named))])
-    tokens = np.zeros(unique + padding, np.int64)
-    tokens[at] = flat
-    # An edge is named by the predicted token, because each token except the first of a root is predicted by one token.
-    before = np.full(tokens.size, -1)
-    follows = np.flatnonzero(positions)
-    before[at[follows]] = at[follows - 1]
-    row = np.full(tokens.size, -1, np.int64)
-    row[mine] = np.arange(mine.size)
-    learnt = np.zeros(tokens.size, bool)
-    learnt[at[counts]] = True
-    targets = np.flatnonzero(learnt & (row[before] >= 0))
-    edge = np.full(tokens.size, -1, np.int64)
-    edge[targets] = np.arange(targets.size)
-    mine_too = counts & (edge[at] >= 0)
-    sample_edges = edge[at[mine_too]]
+    arrays: dict[str, Any] = forest_edges(shard, cp_rank, tokens=flat, counts=counts)
     return ForestBatch(
-        tokens=torch.from_numpy(tokens[mine]),
-        position_ids=torch.from_numpy(held.position_ids.astype(np.int64)),
-        sample_counts=torch.from_numpy(np.bincount(at, minlength=tokens.size)[mine]),
-        edge_rows=torch.from_numpy(row[before[targets]]),
-        edge_targets=torch.from_numpy(tokens[targets]),
-        edge_weights=torch.from_numpy(np.bincount(sample_edges, minlength=targets.size)),
-        sample_edges=torch.from_numpy(sample_edges),
-        sample_of=torch.from_numpy(of[mine_too]),
-        sample_positions=torch.from_numpy(positions[mine_too]),
+        **{name: torch.from_numpy(values) for name, values in arrays.items()},
+        position_ids=torch.from_numpy(shard.rank(cp_rank).position_ids.astype(np.int64)),
         document_ids=torch.from_numpy(ids),
         shard=shard,
         cp_rank=cp_rank,

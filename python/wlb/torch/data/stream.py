@@ -347,17 +347,20 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         ]
         if not ahead:
             return []
-        lengths = np.array([*due, *(document.left for _, document, _ in ahead)], np.int64)
-        leads = self._packer.leads(lengths, tokens_per_batch=self._tokens_per_batch, most=self._max_early)
-        outside = sum(document.left for place, document, _ in ahead if place not in self._taken)
-        comes = [
-            (place, document, iterations)
-            for (place, document, iterations), lead in zip(ahead, leads[len(due) :].tolist(), strict=True)
-            if lead >= iterations and place not in self._taken and document.left <= self._packer.max_document_tokens
+        longest = self._packer.max_document_tokens
+        most = [
+            -1 if place in self._taken else self._max_early if document.left <= longest else 0
+            for place, document, _ in ahead
         ]
-        rest = outside - sum(document.left for _, document, _ in comes)
-        if rest < max(self._min_step_tokens, 1) and all(stream.ended for stream in self._streams):
-            return []
+        _, offered, first, _ = self._packer.offered(
+            [*due, *(document.left for _, document, _ in ahead)],
+            most_early=[0] * len(due) + most,
+            steps=[0] * len(due) + [iterations for *_, iterations in ahead],
+            tokens_per_batch=self._tokens_per_batch,
+            min_step_tokens=self._min_step_tokens,
+            to_the_end=all(stream.ended for stream in self._streams),
+        )
+        comes = (ahead[at - len(due)] for at in offered[first:].tolist())
         return [Early(id, *each) for id, each in enumerate(comes, self._next_id)]
 
     def _take(self, early: list[Early]) -> None:

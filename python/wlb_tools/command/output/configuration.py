@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from wlb._core import MAX_TOKENS
+from wlb._core import MAX_TOKENS, Exchange
 from wlb_tools.command.inputs.model import preset_meant
 from wlb_tools.command.output import loaders
 from wlb_tools.simulation import VARIANTS, Choice, Scenario, Tuning
@@ -145,6 +145,8 @@ def _literal(value: object) -> str:
     """Python code of a value: strings in double quotes, numpy scalars as plain numbers."""
     if isinstance(value, Verbatim):
         return value
+    if isinstance(value, Exchange):
+        return f"wlb.{value!r}"
     if isinstance(value, str):
         return json.dumps(value)
     return repr(value.item() if isinstance(value, np.generic) else value)

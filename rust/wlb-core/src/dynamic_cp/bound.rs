@@ -12,7 +12,7 @@
 
 use crate::packing::Sync;
 
-use super::cost::{Communication, Load};
+use super::cost::{Exchange, Load};
 use super::options::{DynamicCpOptions, GroupSizes};
 use super::problem::{Document, Problem};
 
@@ -237,7 +237,7 @@ fn exchanged(problem: &Problem) -> f64 {
 
 /// A document's term in that sum, on a group of this many ranks.
 fn exposed(problem: &Problem, load: &Load, cp_size: usize) -> f64 {
-    let Communication { seconds_per_exchange, seconds_per_token, overlap } = problem.cost.of_size(cp_size);
+    let Exchange { seconds_per_exchange, seconds_per_token, overlap } = problem.cost.of_size(cp_size);
     let price = seconds_per_token + seconds_per_exchange / problem.max_tokens_per_rank as f64;
     load.tokens as f64 * (cp_size - 1) as f64 * price - overlap * load.attention
 }

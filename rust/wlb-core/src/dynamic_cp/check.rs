@@ -44,8 +44,8 @@ pub(super) fn check(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<
             "must be at most max_micro_batches; with virtual stages, with a number between them that its rounds divide";
         return Err(Error::Combination { argument: "min_micro_batches", requirement });
     }
-    options.communication.check()?;
-    options.node.map_or(Ok(()), |node| node.check(&options.communication))?;
+    options.exchange.check()?;
+    options.node.map_or(Ok(()), |node| node.check(&options.exchange))?;
     check_seconds("micro_batch_seconds", options.micro_batch_seconds)?;
     check_seconds("p2p_seconds", options.p2p_seconds)?;
     match costs {
@@ -142,8 +142,8 @@ fn check_given(
             return Err(Error::Entry { argument: "attention_costs", index, value, requirement });
         }
     } else if options.hides() {
-        let requirement = "is missing: with cp_overlap attention hides exchange, so the part of costs that is \
-                           attention is needed; pass it, or cp_overlap=0";
+        let requirement = "is missing: attention hides exchange, so the part of costs that is attention is \
+                           needed; pass it, or exchange with overlap=0";
         return Err(Error::Combination { argument: "attention_costs", requirement });
     }
     Ok(())
@@ -152,10 +152,10 @@ fn check_given(
 /// Options in seconds can only be added to costs in seconds, or to costs without a unit.
 fn check_unit(options: &DynamicCpOptions, cost_model: &CostModel) -> Result<()> {
     let seconds = [
-        ("cp_seconds_per_exchange", options.communication.seconds_per_exchange),
-        ("cp_seconds_per_token", options.communication.seconds_per_token),
-        ("cp_seconds_per_exchange_in_node", options.node.map_or(0.0, |node| node.seconds_per_exchange)),
-        ("cp_seconds_per_token_in_node", options.node.map_or(0.0, |node| node.seconds_per_token)),
+        ("exchange.seconds_per_exchange", options.exchange.seconds_per_exchange),
+        ("exchange.seconds_per_token", options.exchange.seconds_per_token),
+        ("exchange.seconds_per_exchange_in_node", options.node.map_or(0.0, |node| node.seconds_per_exchange)),
+        ("exchange.seconds_per_token_in_node", options.node.map_or(0.0, |node| node.seconds_per_token)),
         ("micro_batch_seconds", options.micro_batch_seconds),
         ("p2p_seconds", options.p2p_seconds),
     ];

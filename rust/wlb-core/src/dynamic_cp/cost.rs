@@ -18,7 +18,7 @@ pub(super) fn check_seconds(argument: &'static str, value: f64) -> Result<()> {
 /// A group of `c` ranks with `T` tokens takes `(c - 1) * seconds_per_exchange + T * (c - 1) / c * seconds_per_token`.
 /// The group's attention hides a part of that: up to `overlap` times its own time. By default exchange costs nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Communication {
+pub struct Exchange {
     /// Latency of sending keys and values to the next rank.
     pub seconds_per_exchange: f64,
     /// Time to receive the keys and values of one token, and to send its gradients back.
@@ -27,14 +27,17 @@ pub struct Communication {
     pub overlap: f64,
 }
 
-impl Communication {
+impl Exchange {
     /// Checks every field.
-    pub(super) fn check(&self) -> Result<()> {
-        check_seconds("cp_seconds_per_exchange", self.seconds_per_exchange)?;
-        check_seconds("cp_seconds_per_token", self.seconds_per_token)?;
+    ///
+    /// # Errors
+    /// [`Error::Number`] for a price or an overlap out of range.
+    pub fn check(&self) -> Result<()> {
+        check_seconds("seconds_per_exchange", self.seconds_per_exchange)?;
+        check_seconds("seconds_per_token", self.seconds_per_token)?;
         if !(0.0..=1.0).contains(&self.overlap) {
             let requirement = "must be from 0 to 1";
-            return Err(Error::Number { argument: "cp_overlap", value: self.overlap, requirement });
+            return Err(Error::Number { argument: "overlap", value: self.overlap, requirement });
         }
         Ok(())
     }
@@ -42,30 +45,33 @@ impl Communication {
 
 /// Price of exchange inside a node, for a group whose ranks are all on one node.
 ///
-/// Rank `r` of a stage is on node `r / ranks`. A group with ranks on several nodes pays the price of [`Communication`].
+/// Rank `r` of a stage is on node `r / ranks`. A group with ranks on several nodes pays the price of [`Exchange`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Node {
     /// Ranks of a stage on each node.
     pub ranks: usize,
-    /// Replaces [`Communication::seconds_per_exchange`].
+    /// Replaces [`Exchange::seconds_per_exchange`].
     pub seconds_per_exchange: f64,
-    /// Replaces [`Communication::seconds_per_token`].
+    /// Replaces [`Exchange::seconds_per_token`].
     pub seconds_per_token: f64,
 }
 
 impl Node {
     /// Checks every field; exchange inside a node must not cost more than across nodes.
-    pub(super) fn check(&self, across: &Communication) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfRange`], [`Error::Number`] and [`Error::Combination`].
+    pub fn check(&self, across: &Exchange) -> Result<()> {
         check_range("ranks_per_node", self.ranks as i64, 1, MAX_WORLD_SIZE as i64)?;
-        check_seconds("cp_seconds_per_exchange_in_node", self.seconds_per_exchange)?;
-        check_seconds("cp_seconds_per_token_in_node", self.seconds_per_token)?;
+        check_seconds("seconds_per_exchange_in_node", self.seconds_per_exchange)?;
+        check_seconds("seconds_per_token_in_node", self.seconds_per_token)?;
         let pairs = [
-            ("cp_seconds_per_exchange_in_node", self.seconds_per_exchange, across.seconds_per_exchange),
-            ("cp_seconds_per_token_in_node", self.seconds_per_token, across.seconds_per_token),
+            ("seconds_per_exchange_in_node", self.seconds_per_exchange, across.seconds_per_exchange),
+            ("seconds_per_token_in_node", self.seconds_per_token, across.seconds_per_token),
         ];
         match pairs.into_iter().find(|&(_, inside, across)| inside > across) {
             Some((argument, ..)) => {
-                let requirement = "exceeds its value across nodes (the argument without _in_node): pass both";
+                let requirement = "exceeds its value across nodes (the price without _in_node): pass both";
                 Err(Error::Combination { argument, requirement })
             }
             None => Ok(()),
@@ -189,7 +195,7 @@ impl std::ops::Add for Load {
 /// Seconds of a micro-batch on a group.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct GroupCost {
-    pub(super) communication: Communication,
+    pub(super) exchange: Exchange,
     pub(super) node: Option<Node>,
     /// Time of every micro-batch, besides its documents.
     pub(super) micro_batch_seconds: f64,
@@ -200,19 +206,17 @@ pub(super) struct GroupCost {
 impl GroupCost {
     /// Whether exchange costs nothing.
     pub(super) fn is_free(&self) -> bool {
-        let costs = |communication: Communication| {
-            communication.seconds_per_exchange > 0.0 || communication.seconds_per_token > 0.0
-        };
-        !costs(self.communication) && !costs(self.inside()) && self.document_seconds == 0.0
+        let costs = |exchange: Exchange| exchange.seconds_per_exchange > 0.0 || exchange.seconds_per_token > 0.0;
+        !costs(self.exchange) && !costs(self.inside()) && self.document_seconds == 0.0
     }
 
     /// Price of exchange of a group inside a node.
-    fn inside(&self) -> Communication {
+    fn inside(&self) -> Exchange {
         match self.node {
             Some(Node { seconds_per_exchange, seconds_per_token, .. }) => {
-                Communication { seconds_per_exchange, seconds_per_token, ..self.communication }
+                Exchange { seconds_per_exchange, seconds_per_token, ..self.exchange }
             }
-            None => self.communication,
+            None => self.exchange,
         }
     }
 
@@ -222,8 +226,8 @@ impl GroupCost {
     }
 
     /// Price of exchange of a group of this size, inside a node if it fits there.
-    pub(super) fn of_size(&self, cp_size: usize) -> Communication {
-        if cp_size <= self.ranks_of_node() { self.inside() } else { self.communication }
+    pub(super) fn of_size(&self, cp_size: usize) -> Exchange {
+        if cp_size <= self.ranks_of_node() { self.inside() } else { self.exchange }
     }
 
     /// Time of a micro-batch with this load through the whole model, forward and backward, on each of `cp_size` ranks,
@@ -236,11 +240,11 @@ impl GroupCost {
     /// Time of a micro-batch with this load on the ranks from `first` on.
     #[inline]
     pub(super) fn at(&self, first: u32, load: &Load, cp_size: usize) -> f64 {
-        let communication = match self.node {
+        let exchange = match self.node {
             Some(node) if first as usize % node.ranks + cp_size <= node.ranks => self.inside(),
-            _ => self.communication,
+            _ => self.exchange,
         };
-        self.with(communication, load, cp_size)
+        self.with(exchange, load, cp_size)
     }
 
     /// Time of a micro-batch with this load, without exchange.
@@ -253,12 +257,12 @@ impl GroupCost {
     #[inline]
     pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
         let ranks = cp_size as f64;
-        load.on(ranks) - self.communication.overlap * load.attention / ranks
+        load.on(ranks) - self.exchange.overlap * load.attention / ranks
     }
 
     #[inline]
-    fn with(&self, communication: Communication, load: &Load, cp_size: usize) -> f64 {
-        let Communication { seconds_per_exchange, seconds_per_token, overlap } = communication;
+    fn with(&self, exchange: Exchange, load: &Load, cp_size: usize) -> f64 {
+        let Exchange { seconds_per_exchange, seconds_per_token, overlap } = exchange;
         let ranks = cp_size as f64;
         let exchanges = ranks - 1.0;
         let exchange = if load.tokens == 0 {

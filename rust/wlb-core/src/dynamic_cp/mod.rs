@@ -43,7 +43,7 @@ mod solver;
 mod step;
 mod targets;
 
-pub use cost::{Communication, Costs, Node};
+pub use cost::{Costs, Exchange, Node};
 pub use options::{DynamicCpOptions, GroupSizes};
 pub use plan::{DynamicCpPlan, Group};
 pub use simulate::step_seconds;

@@ -5,7 +5,7 @@ use crate::limits::MAX_TOKENS;
 use crate::packing::{Padding, Sync};
 use crate::pipeline::{PipelineOptions, Schedule};
 
-use super::cost::{Communication, Node};
+use super::cost::{Exchange, Node};
 
 named_choices! {
     /// Sizes of groups that a plan may have.
@@ -53,7 +53,7 @@ pub struct DynamicCpOptions {
     /// Largest number of micro-batches that is tried; by default 4 times the smallest.
     pub max_micro_batches: Option<usize>,
     /// Price of exchange between the ranks of a group.
-    pub communication: Communication,
+    pub exchange: Exchange,
     /// Price of exchange inside a node, if it differs.
     pub node: Option<Node>,
     /// Latency between pipeline stages.
@@ -80,7 +80,7 @@ impl DynamicCpOptions {
             num_micro_batches: None,
             min_micro_batches: None,
             max_micro_batches: None,
-            communication: Communication::default(),
+            exchange: Exchange::default(),
             node: None,
             p2p_seconds: 0.0,
             micro_batch_seconds: 0.0,
@@ -143,7 +143,7 @@ impl DynamicCpOptions {
     /// Whether the part of the work that is attention matters, because it hides exchange.
     pub(super) fn hides(&self) -> bool {
         let in_node = self.node.is_some_and(|node| node.seconds_per_exchange > 0.0 || node.seconds_per_token > 0.0);
-        let Communication { seconds_per_exchange, seconds_per_token, overlap } = self.communication;
+        let Exchange { seconds_per_exchange, seconds_per_token, overlap } = self.exchange;
         overlap > 0.0 && (in_node || seconds_per_exchange > 0.0 || seconds_per_token > 0.0)
     }
 

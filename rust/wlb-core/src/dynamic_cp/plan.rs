@@ -3,16 +3,21 @@
 
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use crate::digest::Digest;
+use crate::error::{Error, Result, from_json};
 use crate::packing::{Padding, Sync};
 use crate::pipeline::Schedule;
 
 use super::counts::price;
 use super::options::DynamicCpOptions;
 use super::problem::Document;
+use super::simulate::step_seconds;
 
 /// Ranks that share the documents of one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Group {
     /// First rank of the group; a multiple of `cp_size` if groups are powers of two.
     pub first_rank: u32,
@@ -30,7 +35,8 @@ impl Group {
 }
 
 /// Plan of one step: the documents of each micro-batch, and the ranks of a stage that share them.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DynamicCpPlan {
     /// Ranks of a pipeline stage.
     pub world_size: usize,
@@ -107,6 +113,77 @@ impl DynamicCpPlan {
     pub fn padded_tokens_per_rank(&self, group: usize) -> i64 {
         let tokens = self.tokens_per_rank(group);
         self.padding.as_ref().map_or(tokens, |padding| padding.padded(tokens))
+    }
+
+    /// Tokens of the document of padding that fills all ranks of a group to the same size; 0 without padding.
+    pub fn padding_tokens(&self, group: usize) -> i64 {
+        let filled = i64::from(self.groups[group].cp_size) * self.padded_tokens_per_rank(group);
+        if self.padding.is_some() { filled - self.tokens(group) } else { 0 }
+    }
+
+    /// The group that a rank belongs to in a micro-batch.
+    ///
+    /// # Complexity
+    /// O(log groups).
+    pub fn group_of(&self, micro_batch: usize, rank: usize) -> usize {
+        let range = self.groups_of(micro_batch);
+        range.start + self.groups[range].partition_point(|group| group.first_rank as usize <= rank) - 1
+    }
+
+    /// A number of its group for each rank, micro-batch by micro-batch.
+    ///
+    /// # Complexity
+    /// O(micro-batches * world_size).
+    pub fn of_ranks<T: Copy>(&self, of_group: impl Fn(usize) -> T) -> Vec<T> {
+        let ranks = self.groups.iter().enumerate();
+        ranks.flat_map(|(index, group)| std::iter::repeat_n(of_group(index), group.cp_size as usize)).collect()
+    }
+
+    /// Time of the step if its groups took these seconds.
+    ///
+    /// # Errors
+    /// [`Error::Mismatch`] for another number of groups, [`Error::Entry`] for seconds that are negative or not finite.
+    ///
+    /// # Complexity
+    /// O(ops * world_size).
+    pub fn step_seconds(&self, seconds: &[f64]) -> Result<f64> {
+        let (found, expected) = (seconds.len(), self.groups.len());
+        if found != expected {
+            return Err(Error::Mismatch { argument: "group_seconds", found, other: "groups", expected });
+        }
+        let timed = self.groups.iter().zip(seconds).map(|(group, &seconds)| Group { seconds, ..*group });
+        let options = DynamicCpOptions {
+            num_virtual_stages: self.num_virtual_stages,
+            schedule: Some(self.schedule),
+            sync: self.sync,
+            p2p_seconds: self.p2p_seconds,
+            ..DynamicCpOptions::new(self.world_size, self.num_stages, self.max_tokens_per_rank)
+        };
+        step_seconds(&timed.collect::<Vec<_>>(), &self.group_offsets, &options)
+    }
+
+    /// The plan as JSON text.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap_or_default()
+    }
+
+    /// The plan that [`DynamicCpPlan::to_json`] wrote.
+    ///
+    /// # Errors
+    /// [`Error::State`] for anything else.
+    pub fn from_json(json: &str) -> Result<Self> {
+        let plan: Self = from_json(json).map_err(|(path, problem)| Error::State { path, problem })?;
+        let refused = |path: &str, problem: String| Err(Error::State { path: path.to_owned(), problem });
+        let (offsets, documents) = (&plan.document_offsets, plan.documents.len());
+        let ends = (offsets.first(), offsets.last(), offsets.len(), plan.lengths.len());
+        if !offsets.is_sorted() || ends != (Some(&0), Some(&documents), plan.groups.len() + 1, documents) {
+            return refused("document_offsets", "does not divide the documents among the groups".to_owned());
+        }
+        let seconds: Vec<f64> = plan.groups.iter().map(|group| group.seconds).collect();
+        match plan.step_seconds(&seconds) {
+            Ok(_) => Ok(plan),
+            Err(error) => refused(error.argument(), error.to_string()),
+        }
     }
 
     /// A hash of which documents run when and where: equal if and only if two plans are, apart from predicted seconds.

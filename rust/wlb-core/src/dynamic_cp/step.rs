@@ -107,7 +107,7 @@ fn planned(lengths: &Lengths, options: &DynamicCpOptions, costs: Costs<'_>, star
     let max_tokens_per_rank = options.most_tokens()?;
     let options = &DynamicCpOptions { micro_batch_seconds, max_tokens_per_rank, ..options.clone() };
     let cost = GroupCost {
-        communication: options.communication,
+        exchange: options.exchange,
         node: options.node,
         micro_batch_seconds,
         document_seconds: costs.document(),

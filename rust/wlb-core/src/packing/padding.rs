@@ -55,6 +55,11 @@ impl Padding {
         Ok(padding)
     }
 
+    /// Itself, or `None` if it adds no tokens.
+    pub fn if_any(self) -> Option<Self> {
+        if self.is_none() { None } else { Some(self) }
+    }
+
     /// The part of every context-parallel rank is padded up to a multiple of this number of tokens.
     pub fn multiple_of(&self) -> i32 {
         self.multiple_of
@@ -179,7 +184,7 @@ impl Padding {
     /// The buckets without the multiple. The multiple follows from the kernels and from how ranks share a micro-batch,
     /// so it may change on resume.
     pub(crate) fn of_any_multiple(&self) -> Option<Self> {
-        Some(Self { multiple_of: 1, buckets: self.buckets.clone(), cp_size: 1 }).filter(|padding| !padding.is_none())
+        Self { multiple_of: 1, buckets: self.buckets.clone(), cp_size: 1 }.if_any()
     }
 
     /// Padded size of a micro-batch of `tokens` tokens, at most the largest size. An empty micro-batch has the smallest

@@ -9,6 +9,7 @@ mod adaptive;
 mod auto;
 mod builder;
 mod cut;
+mod edges;
 pub mod execution;
 mod forest;
 mod hybrid;
@@ -21,6 +22,7 @@ mod resolve;
 mod shard;
 
 pub use cut::shard;
+pub use edges::Edges;
 pub use forest::{Interval, shard_forest};
 pub use options::{ShardOptions, Strategy};
 pub use rank_shard::RankShard;

@@ -332,7 +332,7 @@ impl Packer {
                 return Err(Error::Entry { argument, index: 0, value, requirement });
             }
             if first > limit && self.config.oversize == Oversize::Split {
-                let costs = costs.map(|costs| CostTable { values: &costs.values[..costs.columns], ..costs });
+                let costs = costs.map(|costs| costs.prefix(1));
                 Self::new(self.config.clone())?.admits(&Lengths::new("lengths", &[i64::from(first)])?, costs)?;
             }
         }

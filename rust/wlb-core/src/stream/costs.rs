@@ -18,6 +18,11 @@ pub struct CostTable<'a> {
 }
 
 impl<'a> CostTable<'a> {
+    /// Costs of the first `documents`.
+    pub(super) fn prefix(self, documents: usize) -> Self {
+        Self { values: &self.values[..documents * self.columns], ..self }
+    }
+
     /// Costs of one document.
     pub(crate) fn row(&self, document: usize) -> &'a [f64] {
         &self.values[document * self.columns..][..self.columns]

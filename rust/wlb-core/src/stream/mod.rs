@@ -10,6 +10,7 @@
 //! | `release_adaptive`, `level` | the adaptive rule: how many of the longest documents wait, and where the others go |
 //! | `step`, `fuller` | packs the documents that leave |
 //! | `step_cost` | the bound on the work of a step |
+//! | `filling` | which upcoming documents enter in a step |
 //! | `bounds` | how many documents may enter so that the backlog stays bounded, and how early |
 //! | `changed`, `promises` | the bounds after a change of rules |
 //! | `metrics` | balance, delay and memory so far |
@@ -20,6 +21,7 @@ mod brought_costs;
 mod changed;
 mod config;
 mod costs;
+mod filling;
 mod fuller;
 mod level;
 mod metrics;
@@ -36,6 +38,7 @@ mod step_cost;
 pub use bounds::{Bounds, OnBacklog};
 pub use config::{Oversize, PackerConfig, Release, StepShape, StreamMethod};
 pub use costs::CostTable;
+pub use filling::{Offered, Turns, Upcoming};
 pub use metrics::{IMBALANCE_RESOLUTION, Metrics};
 pub use packer::Packer;
 pub use push::{MAX_EARLY, Push};

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use wlb_core::cost::Unit;
 use wlb_core::dynamic_cp::{
-    self as core, Communication, Costs, DynamicCpOptions, DynamicCpPlan, Group, GroupSizes, plan_dynamic_cp,
+    self as core, Costs, DynamicCpOptions, DynamicCpPlan, Exchange, Group, GroupSizes, plan_dynamic_cp,
 };
 use wlb_core::packing::{Padding, Sync};
 use wlb_core::pipeline::{Kind, Op, PipelineOptions};
@@ -350,7 +350,7 @@ pub(crate) fn group_seconds(
     let exchange = if documents.is_empty() {
         0.0
     } else {
-        let Communication { seconds_per_exchange, seconds_per_token, .. } = options.communication;
+        let Exchange { seconds_per_exchange, seconds_per_token, .. } = options.exchange;
         let (latency, per_token) = match options.node {
             Some(node) if ranks.clone().all(|rank| rank / node.ranks == ranks.start / node.ranks) => {
                 (node.seconds_per_exchange, node.seconds_per_token)
@@ -359,7 +359,7 @@ pub(crate) fn group_seconds(
         };
         (c - 1.0) * latency + tokens * (c - 1.0) / c * per_token
     };
-    let exposed = f64::max(0.0, exchange - options.communication.overlap * attention / c);
+    let exposed = f64::max(0.0, exchange - options.exchange.overlap * attention / c);
     // Every rank has a part of each document.
     let constants = works.micro_batch + documents.len() as f64 * works.document;
     options.micro_batch_seconds + constants + (attention + linear) / c + exposed

@@ -5,7 +5,7 @@
 use proptest::prelude::*;
 use proptest::sample::select;
 use wlb_core::Schedule;
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, GroupSizes, Node};
+use wlb_core::dynamic_cp::{DynamicCpOptions, Exchange, GroupSizes, Node};
 use wlb_core::packing::{Padding, Sync};
 
 use super::strategies::lengths;
@@ -20,10 +20,10 @@ pub(crate) fn is_small(lengths: &[i32], options: &DynamicCpOptions) -> bool {
     lengths.len() < 20 && options.world_size <= 16 && options.num_stages * options.num_virtual_stages <= 6
 }
 
-fn communication() -> impl Strategy<Value = Communication> {
+fn exchange() -> impl Strategy<Value = Exchange> {
     let seconds = || prop_oneof![2 => Just(0.0), 1 => 1e-9..1e3, 1 => 1e3..1e8];
     let overlap = prop_oneof![1 => Just(0.0), 2 => Just(1.0), 1 => 0.0..1.0];
-    (seconds(), seconds(), overlap).prop_map(|(seconds_per_exchange, seconds_per_token, overlap)| Communication {
+    (seconds(), seconds(), overlap).prop_map(|(seconds_per_exchange, seconds_per_token, overlap)| Exchange {
         seconds_per_exchange,
         seconds_per_token,
         overlap,
@@ -51,7 +51,7 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
     let node = (1_usize..10, prop_oneof![Just(0.0), Just(1.0), 0.0..1.0]);
     let sync = prop_oneof![3 => Just(Sync::Step), 1 => Just(Sync::MicroBatch)];
     let groups = (part, sizes, proptest::option::weighted(0.3, node), shapes(longest), sync);
-    (world_size, stages, virtual_stages, max_tokens, count, groups, communication(), seconds(), seconds()).prop_map(
+    (world_size, stages, virtual_stages, max_tokens, count, groups, exchange(), seconds(), seconds()).prop_map(
         |(
             world_size,
             num_stages,
@@ -59,7 +59,7 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
             max_tokens_per_rank,
             count,
             (part, sizes, node, (padding, max_documents), sync),
-            communication,
+            exchange,
             p2p,
             constant,
         )| {
@@ -78,11 +78,11 @@ pub(crate) fn options(longest: i32) -> impl Strategy<Value = DynamicCpOptions> {
                 num_micro_batches: count.0,
                 min_micro_batches: count.1,
                 max_micro_batches: count.2,
-                communication,
+                exchange,
                 node: node.map(|(ranks, part)| Node {
                     ranks,
-                    seconds_per_exchange: part * communication.seconds_per_exchange,
-                    seconds_per_token: part * communication.seconds_per_token,
+                    seconds_per_exchange: part * exchange.seconds_per_exchange,
+                    seconds_per_token: part * exchange.seconds_per_token,
                 }),
                 p2p_seconds: p2p,
                 micro_batch_seconds: constant,

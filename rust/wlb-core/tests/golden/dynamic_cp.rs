@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use wlb_core::Schedule;
-use wlb_core::dynamic_cp::{Communication, DynamicCpOptions, Group, GroupSizes, Node, plan_dynamic_cp};
+use wlb_core::dynamic_cp::{DynamicCpOptions, Exchange, Group, GroupSizes, Node, plan_dynamic_cp};
 use wlb_core::packing::{Padding, Sync};
 
 use super::cost::Cost;
@@ -58,19 +58,27 @@ struct Machine {
     #[serde(skip_serializing_if = "Option::is_none")]
     max_micro_batches: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    cp_seconds_per_token: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cp_seconds_per_exchange: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cp_seconds_per_token_in_node: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cp_seconds_per_exchange_in_node: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    cp_overlap: Option<f64>,
+    exchange: Option<Prices>,
     #[serde(skip_serializing_if = "Option::is_none")]
     p2p_seconds: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     micro_batch_seconds: Option<f64>,
+}
+
+/// Arguments of `wlb.Exchange`.
+#[derive(Clone, Copy, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+struct Prices {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds_per_token: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds_per_exchange: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds_per_token_in_node: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds_per_exchange_in_node: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    overlap: Option<f64>,
 }
 
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
@@ -88,27 +96,27 @@ struct CpGroup {
 impl DynamicCpCase {
     fn options(&self) -> DynamicCpOptions {
         let machine = &self.machine;
+        let prices = machine.exchange.unwrap_or_default();
         DynamicCpOptions {
             num_virtual_stages: machine.num_virtual_stages.unwrap_or(1),
             schedule: machine.schedule,
             sync: machine.sync.unwrap_or_default(),
-            padding: Some(Padding::new(machine.multiple_of_tokens.unwrap_or(1), 1, &machine.token_buckets).unwrap())
-                .filter(|padding| !padding.is_none()),
+            padding: Padding::new(machine.multiple_of_tokens.unwrap_or(1), 1, &machine.token_buckets).unwrap().if_any(),
             max_documents: machine.max_documents,
             max_cp_size: machine.max_cp_size,
             group_sizes: machine.group_sizes.unwrap_or_default(),
             node: machine.ranks_per_node.map(|ranks| Node {
                 ranks,
-                seconds_per_token: machine.cp_seconds_per_token_in_node.unwrap_or(0.0),
-                seconds_per_exchange: machine.cp_seconds_per_exchange_in_node.unwrap_or(0.0),
+                seconds_per_token: prices.seconds_per_token_in_node.unwrap_or(0.0),
+                seconds_per_exchange: prices.seconds_per_exchange_in_node.unwrap_or(0.0),
             }),
             num_micro_batches: machine.num_micro_batches,
             min_micro_batches: machine.min_micro_batches,
             max_micro_batches: machine.max_micro_batches,
-            communication: Communication {
-                seconds_per_token: machine.cp_seconds_per_token.unwrap_or(0.0),
-                seconds_per_exchange: machine.cp_seconds_per_exchange.unwrap_or(0.0),
-                overlap: machine.cp_overlap.unwrap_or(1.0),
+            exchange: Exchange {
+                seconds_per_token: prices.seconds_per_token.unwrap_or(0.0),
+                seconds_per_exchange: prices.seconds_per_exchange.unwrap_or(0.0),
+                overlap: prices.overlap.unwrap_or(1.0),
             },
             p2p_seconds: machine.p2p_seconds.unwrap_or(0.0),
             micro_batch_seconds: machine.micro_batch_seconds.unwrap_or(0.0),
