@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 TRAINERS := .venv-trainers
+OLDEST := .venv-oldest
 FUZZ_SECONDS ?= 300
 # What a wheel is built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock $(shell find rust python -type f \
@@ -11,7 +12,7 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 say = @printf '\n==> %s\n' "$(1)"
 
-.PHONY: demo test test-rust test-python test-long test-trainers lint lint-rust lint-python bench compare docs wheel gpu reproduce kills fuzz clean
+.PHONY: demo test test-rust test-python test-long test-oldest test-trainers lint lint-rust lint-python bench compare scale docs wheel gpu reproduce kills fuzz clean
 
 ## Show what wlb does with real documents found on this machine, writing wlb-demo/; then train on 4 processes and on one.
 demo:
@@ -39,6 +40,12 @@ test-python: $(VENV)/.dev-test
 test-long: $(VENV)/.dev-test
 	WLB_HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "long or not long"
 	PROPTEST_CASES=1000000 cargo test --locked --release --package wlb-core --test core changed::bounds
+
+## The tests on the oldest versions of everything that pyproject.toml allows, in an environment of its own, on Python 3.10;
+## but not of the types of models, which are those of the newest transformers.
+test-oldest: $(OLDEST)/.wlb
+	$(OLDEST)/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	    --ignore tests/core/test_model_types.py $(OLDEST_FLAGS)
 
 ## Train inside the real trainers of others, in an environment of its own: `make test` keeps what of it is quick. Says what
 ## ran; a test that is skipped fails, unless TRAINERS_MAY_SKIP names it or its package, with commas, or its repository
@@ -81,6 +88,11 @@ compare: $(VENV)/.release-peers $(VENV)/peers
 	PYTHONPATH=$(VENV)/peers $(BIN)/python -m benches.compare $(if $(LENGTHS),--lengths $(LENGTHS)) $(COMPARE_FLAGS)
 	$(BIN)/python -m benches.results
 
+## Thousands of ranks: their start, their plans, and ranks that are lost, in ten minutes; writes docs/results/scale.md.
+scale: $(VENV)/.release-examples
+	$(BIN)/python -m benches.scale
+	$(BIN)/python -m benches.results
+
 ## Build the site from docs/ and the docstrings, without a network: site/index.html. Warnings are errors.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -108,7 +120,7 @@ fuzz:
 	done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS) target dist site wlb-demo wlb-gpu
+	rm -rf $(VENV) $(OLDEST) $(TRAINERS) target dist site wlb-demo wlb-gpu
 
 # --- what the targets need -------------------------------------------------------------------------------------------
 
@@ -152,6 +164,15 @@ $(VENV)/.docs: pyproject.toml | $(VENV)/bin/maturin
 $(VENV)/.release-peers: $(VENV)/.release-bench
 	$(call say,Installing peers to compare with)
 	$(BIN)/python -m pip install $(VENV)/wheels/release/*.whl --group peers || true
+	touch $@
+
+# uv finds the lowest versions, which pip does not; what only others depend on is new.
+$(OLDEST)/.wlb: $(VENV)/wheels/dev
+	$(call say,Installing the oldest versions of what wlb works with)
+	$(BIN)/python -m pip install 'uv>=0.9'
+	$(BIN)/uv venv --clear --python 3.10 $(OLDEST) || $(BIN)/uv venv --clear $(OLDEST)
+	$(BIN)/uv pip install --python $(OLDEST) --resolution lowest-direct $(VENV)/wheels/dev/*.whl \
+	    --requirements pyproject.toml --all-extras --group pyproject.toml:test
 	touch $@
 
 $(TRAINERS)/.wlb: $(SOURCES)

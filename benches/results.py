@@ -45,6 +45,7 @@ PAGES: dict[str, tuple[str, str, str]] = {
     "compare": ("compare.md", "Packers that people use, beside wlb", "make compare"),
     "forests": ("forests.md", "Planners that share prefixes, beside wlb", "python -m benches.forests"),
     "rl": ("rl.md", "Rounds of reinforcement learning", "python -m benches.rl"),
+    "scale": ("scale.md", "Thousands of ranks", "make scale"),
     "engine": ("engine.md", "How fast plans are made", "make bench"),
     "proof": ("proof.md", "Gains by the clock, beside the prediction", "make proof of commit 78a1bdd8"),
     "gpu": ("gpu.md", "One H200", "make gpu"),

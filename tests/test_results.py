@@ -20,6 +20,9 @@ def test_the_pages_are_those_of_the_records() -> None:
     assert compare.page(record) == (PAGES / "compare.md").read_text(), "run make compare"
     record = json.loads((RECORDS / "forests.json").read_text())
     assert forests.page(record) == (PAGES / "forests.md").read_text(), "run python -m benches.forests"
+    scale = pytest.importorskip("benches.scale", reason="torch is not installed", exc_type=ImportError)
+    record = json.loads((RECORDS / "scale.json").read_text())
+    assert scale.page(record) == (PAGES / "scale.md").read_text(), "run make scale"
     record, clock = (json.loads((RECORDS / name).read_text()) for name in ("rl.json", "rl_clock.json"))
     assert rl.page(record, clock) == (PAGES / "rl.md").read_text(), "run python -m benches.rl"
 

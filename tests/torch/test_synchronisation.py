@@ -28,7 +28,8 @@ from wlb.integrations.megatron.sharing import Sharing
 from wlb.integrations.with_labels import steps_with_labels
 from wlb.torch import attention
 from wlb.torch.attention import kernels
-from wlb.torch.collectives import device_of, host_group
+from wlb.torch.collectives import device_of
+from wlb.torch.host import host_group
 
 READ = {"_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim"}
 

@@ -21,14 +21,14 @@ READING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "
 WLB, TORCH = (str(Path(module.__file__ or "").parent) + "/" for module in (wlb, torch))
 
 # Where tensors are of the host on every machine: documents that are read, and a step's labels, which ranks add up on
-# the host (`wlb.torch.collectives.host_group`). Proofs, new groups and sums of an evaluation are read once.
+# the host (`wlb.torch.host.host_group`). Proofs, new groups and sums of an evaluation are read once.
 ON_HOST = (
     "integrations/rows.py",
     "torch/data/",
     "torch/proof/",
     "integrations/huggingface/proof.py",
     "integrations/lightning_proof.py",
-    "torch/collectives.py:on_host",
+    "torch/host.py",
     "integrations/megatron/sharing.py:header",
     "integrations/megatron/rows.py:mean_loss",  # which the loop calls for a figure
     "torch/loss.py:count_valid_tokens",

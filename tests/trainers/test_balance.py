@@ -452,7 +452,7 @@ def test_versions_that_are_not_known_are_refused(tmp_path: Path, monkeypatch: py
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data, data_collator=together)
     with monkeypatch.context() as older:
         older.setattr(refusals.transformers, "__version__", "4.57.1")
-        with pytest.raises(wlb.WlbError, match=r"transformers 4.57.1: 5.0 or newer"):
+        with pytest.raises(wlb.WlbError, match=r"transformers 4.57.1: 5.6 or newer"):
             balance(trainer, max_tokens=64)
     with monkeypatch.context() as newer:
         newer.delattr(Trainer, "get_batch_samples")

@@ -18,7 +18,7 @@ from wlb._core import CostModel
 from wlb._errors import error
 
 OLDEST: Final = {
-    "accelerate": "1.1",
+    "accelerate": "1.2",
     "axolotl": "0.19",
     "grain": "0.2.18",
     "lightning": "2.5",
@@ -26,7 +26,7 @@ OLDEST: Final = {
     "megatron-core": "0.16",  # the first whose rows name their ranks
     "torchtitan": "0.3.0",
     "transferqueue": "0.1.11",
-    "transformers": "5.0",
+    "transformers": "5.6",
     "trl": "1.0",
     "verl": "0.9",
 }

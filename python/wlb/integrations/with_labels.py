@@ -10,8 +10,8 @@ import torch.distributed as dist
 import wlb
 from wlb._errors import error
 from wlb._warned import warn
-from wlb.torch.collectives import host_group
 from wlb.torch.data import BalancedStream, PackedBatch, Step, StepLoader
+from wlb.torch.host import host_group
 from wlb.torch.loss import count_valid_tokens
 
 
@@ -26,7 +26,7 @@ def steps_with_labels(
     Steps in which all documents wait, or in which no token has a next one to predict, are left out, because a division
     by their 0 labels would make every weight NaN. If the reason is that all labels on all ranks are masked, it warns.
     Ranks agree on this by an all-reduce in each step over `group`, the ranks that share it; None for all ranks. It runs
-    on the host, so that no rank waits for its device. In the first step all ranks of the world communicate.
+    on the host, so that no rank waits for its device. In the first step the ranks of `group` make theirs.
 
     Raises:
         wlb.WlbError: In two epochs, all documents that did not wait had only one token or only masked labels.

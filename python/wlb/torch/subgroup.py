@@ -15,12 +15,36 @@ from wlb._errors import error
 from wlb.torch.collectives import device_of
 
 _COUNT: Final = itertools.count()
-_REDUCTIONS: Final[list[tuple[Any, Callable[[Tensor], Tensor]]]] = [
+REDUCTIONS: Final[list[tuple[Any, Callable[[Tensor], Tensor]]]] = [
     (dist.ReduceOp.SUM, lambda every: every.sum(0)),
     (dist.ReduceOp.AVG, lambda every: every.sum(0) / len(every)),
     (dist.ReduceOp.MAX, lambda every: every.amax(0)),
     (dist.ReduceOp.MIN, lambda every: every.amin(0)),
 ]
+
+
+def register(group: dist.ProcessGroup, ranks: Sequence[int], *, backend: Any, config: str) -> str:
+    """Makes a group known to functions of torch.distributed that take a group, and to torch.compile; gives its name.
+
+    Args:
+        group: a group that torch did not make.
+        ranks: its ranks, in its order, as ranks of the world.
+        backend: name of its backend, and its store.
+        config: its backends by device.
+    """
+    name = f"wlb_group_{next(_COUNT)}"  # of this process: no other rank needs to know it
+    c10d._world.pg_map[group] = backend
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    c10d._world.pg_backend_config[group] = config
+    c10d._register_process_group(name, group)  # type: ignore[attr-defined,arg-type]
+    return name
+
+
+def unregister(group: dist.ProcessGroup, name: str) -> None:
+    """Makes torch forget a group that `register` made known."""
+    for known in (c10d._world.pg_map, c10d._world.pg_group_ranks, c10d._world.pg_backend_config):
+        known.pop(group, None)
+    c10d._unregister_process_group(name)  # type: ignore[attr-defined,arg-type]
 
 
 class Subgroup(dist.ProcessGroup):
@@ -59,12 +83,8 @@ class Subgroup(dist.ProcessGroup):
             raise error("ranks", f"= {ranks}: ranks {missing} are not in the parent {known}", value=ranks)
         super().__init__(ranks.index(me), len(ranks))
         self._parent, self._ranks = parent, ranks
-        self._name = f"wlb_subgroup_{next(_COUNT)}"  # of this process: no other rank needs to know it
-        # What functions of torch.distributed that take a group, and torch.compile, look up.
-        c10d._world.pg_map[self] = c10d._world.pg_map[parent]
-        c10d._world.pg_group_ranks[self] = {rank: index for index, rank in enumerate(ranks)}
-        c10d._world.pg_backend_config[self] = dist.get_backend_config(parent)
-        c10d._register_process_group(self._name, self)  # type: ignore[attr-defined,arg-type]
+        config = dist.get_backend_config(parent)
+        self._name = register(self, ranks, backend=c10d._world.pg_map[parent], config=config)
 
     # torch calls these by place. Its stubs give each of them several forms.
     def getBackendName(self) -> str:
@@ -114,7 +134,7 @@ class Subgroup(dist.ProcessGroup):
         """`dist.all_reduce`: every rank adds up the same tensors in the same way, so all get the same bits."""
         (tensor,) = tensors
         how = dist.ReduceOp.SUM if options is None else options.reduceOp
-        reduction = next((reduced for known, reduced in _REDUCTIONS if how == known), None)
+        reduction = next((reduced for known, reduced in REDUCTIONS if how == known), None)
         if reduction is None:
             raise error("op", f"= {how}: a subgroup has SUM, AVG, MAX and MIN", value=how)
         every = tensor.new_empty(self.size(), *tensor.shape)
@@ -148,7 +168,7 @@ class Subgroup(dist.ProcessGroup):
                 if tensor.numel():
                     operations.append(dist.P2POp(how, tensor, self._ranks[rank], self._parent))
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Exchange(self._ranks, operations, works, then)
+        return Exchange(self._ranks, operations, works, then)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -166,7 +186,7 @@ for _name in (
     setattr(Subgroup, _name, _refused(_name))
 
 
-class _Exchange(dist.Work):
+class Exchange(dist.Work):
     """Sends and receives under way, with the tensors that they use."""
 
     def __init__(

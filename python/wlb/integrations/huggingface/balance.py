@@ -28,8 +28,8 @@ from wlb.integrations.huggingface.streamed import StreamedEvaluation
 from wlb.integrations.rows import Rows
 from wlb.torch.agreement import agree
 from wlb.torch.boundaries import told
-from wlb.torch.collectives import host_group
 from wlb.torch.data import IGNORE, BalancedStream
+from wlb.torch.host import host_group
 from wlb.torch.routers import routed
 from wlb.torch.training import meeting_place, takes_keywords
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from wlb.integrations.rows import Collator
-from wlb.torch.collectives import host_group
+from wlb.torch.host import host_group
 
 
 class StreamedEvaluation:

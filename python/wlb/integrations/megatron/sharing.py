@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wlb.torch.collectives import host_group
+from wlb.torch.host import host_group
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Sharing(Generic[T]):
         return bool(self.pp.rank() == self.pp.size() - 1)
 
     def header(self, mine: T | None) -> T:
-        """Sends the reading rank's value to all ranks. The first call is a collective of the whole world."""
+        """Sends the reading rank's value to all ranks. All of them make the first call together."""
         if self.each and mine is not None:
             return mine
         # On the host no rank waits for its device. Every rank makes both groups, whether or not it sends in them.

@@ -169,8 +169,8 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
     Attributes:
         tokens_moved: Tokens that this rank received from others so far.
 
-    All ranks of `group` communicate for every step, so they take equally many. With a group, all ranks of the world
-    have to make their loaders at the same point. Close it before the process groups are destroyed.
+    All ranks of `group` communicate for every step, so they take equally many, and they make their loaders together.
+    Close it before the process groups are destroyed.
     """
 
     def __init__(

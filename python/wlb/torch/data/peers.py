@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import error
-from wlb.torch.collectives import on_host
+from wlb.torch.host import HostGroup, on_host
 
 T = TypeVar("T")
 
@@ -22,7 +21,7 @@ class Peers:
     """The ranks that read documents together, or a single rank. All ranks call each method except `close`.
 
     They communicate over a group of their own, because a thread must not interfere with training, and on the host,
-    because no kernel should wait for documents. All ranks of the world have to make one at the same point.
+    because no kernel should wait for documents. All ranks of the group make one at the same point.
 
     The timeout is that of the given group, or gloo's 30 minutes if that is longer: a rank may be behind the others
     while it saves a checkpoint.
@@ -38,7 +37,7 @@ class Peers:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, description: str) -> None:
-        self._group: dist.ProcessGroup | None = None
+        self._group: HostGroup | None = None
         if group is not None:
             self._group = on_host(group, description=description)
         self.rank = 0 if self._group is None else self._group.rank()
@@ -46,20 +45,15 @@ class Peers:
         self.ranks = [0] if self._group is None else dist.get_process_group_ranks(self._group)
 
     def close(self) -> None:
-        """Destroys the group of their own."""
+        """Closes the group of their own."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            self._group.close()
 
     def gather(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """`mine` of every rank."""
         if self._group is None:
             return [mine]
-        pickled = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([pickled.numel()])).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: pickled.numel()] = pickled
-        rows = self._all_gather(padded).numpy()
-        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        return self._group.gather(mine)
 
     def agree(
         self,
@@ -139,12 +133,6 @@ class Peers:
             arrived = received.numpy()
         by_source = np.split(arrived, np.cumsum(counts)[:-1])
         return [iter(np.split(array, np.cumsum(sizes)[:-1])) for array, sizes in zip(by_source, incoming, strict=True)]
-
-    def _all_gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """[size, n] of [n]."""
-        everyone = torch.empty(self.size * mine.numel(), dtype=mine.dtype)
-        dist.all_gather_into_tensor(everyone, mine, group=self._group)
-        return everyone.view(self.size, -1)
 
 
 def failure_text(failure: BaseException | None) -> str | None:

@@ -103,8 +103,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
     Raises:
         wlb.WlbError: An argument is invalid.
 
-    With a group, all ranks of the world have to make their streams at the same point. Close it before the process
-    groups are destroyed.
+    With a group, its ranks make their streams together. Close it before the process groups are destroyed.
     """
 
     def __init__(
