@@ -25,7 +25,8 @@ import numpy as np
 import wlb
 from benches.common import COST, Lengths
 
-Plan = list[list[list[int]]]  # by rank, by round: lengths, those of padding included
+Part = int | tuple[int, int]  # a document's length; with the number of ranks that share it
+Plan = list[list[list[Part]]]  # by rank, by round; padding included
 AXOLOTL_BIN_SIZE, AXOLOTL_GROUP_SIZE = 200, 100_000  # its defaults
 
 
@@ -56,7 +57,7 @@ Planner = Callable[[Lengths, Setting], Plan]
 
 def dealt(rows: Sequence[Sequence[int]], setting: Setting) -> Plan:
     """Rows in their order: the first round of all ranks, then the second. The last round may lack some."""
-    return [[list(row) for row in rows[rank :: setting.dp]] for rank in range(setting.dp)]
+    return [[[*row] for row in rows[rank :: setting.dp]] for rank in range(setting.dp)]
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -139,6 +140,28 @@ def ours(sync: Any) -> Planner:
     return plan
 
 
+def shared(sync: Any) -> Planner:
+    """`wlb.plan_dynamic_cp`: long documents have several ranks."""
+
+    def plan(lengths: Lengths, setting: Setting) -> Plan:
+        made = wlb.plan_dynamic_cp(
+            lengths,
+            world_size=setting.dp,
+            num_stages=1,
+            max_tokens_per_rank=setting.max_tokens,
+            cost_model=COST,
+            sync=sync,
+        )
+        found: Plan = [[[] for _ in made.micro_batches] for _ in range(setting.dp)]
+        for number, micro_batch in enumerate(made.micro_batches):
+            for group in micro_batch.groups:
+                for rank in group.ranks:
+                    found[rank][number] = [(length, len(group.ranks)) for length in group.lengths.tolist()]
+        return found
+
+    return plan
+
+
 def transformers(lengths: Lengths, setting: Setting) -> Plan:
     """`Trainer(train_sampling_strategy=...)`: every micro-batch is padded to its longest sample."""
     sampler = importlib.import_module("transformers.trainer_pt_utils").BatchRebalanceSampler
@@ -214,10 +237,7 @@ def openrlhf(lengths: Lengths, setting: Setting) -> Plan:
 
 
 def megatron(lengths: Lengths, setting: Setting) -> Plan:
-    """`hybrid_context_parallel`: rounds are its groups, which end in a barrier; a rank computes its part of each.
-
-    A part of a document that `c` ranks share is given as the length that costs a `c`-th of it.
-    """
+    """`hybrid_context_parallel`: rounds are its groups, which end in a barrier; a rank computes its part of each."""
     module = importlib.import_module("megatron.core.pipeline_parallel.hybrid_cp_schedule")
     pool = MagicMock(**{"size.return_value": setting.dp})
     scheduler = module.BalancedCPScheduler(max_seq_len_per_rank=setting.max_tokens, dp_cp_group=pool)
@@ -225,10 +245,8 @@ def megatron(lengths: Lengths, setting: Setting) -> Plan:
     plan: Plan = [[] for _ in range(setting.dp)]
     for group in groups:
         members = np.bincount([sample for rank in group for sample in rank], minlength=lengths.size)
-        if members.max() > 1:
-            raise NotImplementedError("a document is shared by several ranks")
         for rank, samples in enumerate(group):
-            plan[rank].append(lengths[samples].tolist())
+            plan[rank].append([(int(lengths[sample]), int(members[sample])) for sample in samples])
     return plan
 
 
@@ -259,4 +277,6 @@ PEERS = [
     Peer("`BalancedCPScheduler`", "megatron-core", megatron),
     Peer('`pack(sync="step")`', "wlb", ours("step")),
     Peer('`pack(sync="micro_batch")`', "wlb", ours("micro_batch")),
+    Peer('`plan_dynamic_cp(sync="step")`', "wlb", shared("step")),
+    Peer('`plan_dynamic_cp(sync="micro_batch")`', "wlb", shared("micro_batch")),
 ]

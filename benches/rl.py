@@ -195,7 +195,12 @@ def page(record: Row, clock: Row) -> str:
         "steps has more samples to choose from. verl, NeMo-RL, TransferQueue and the adapters for them need equally "
         "many samples on all ranks, so that round C is padded for them. Times of planning are of one run or of several."
     )
-    text += ["", *wrapped(f"Measured {about['time'][:10]}, commit {about['commit']}; {versions}.")]
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(row["commit"], []).append(row["planner"])
+    most = max(names, key=lambda commit: len(names[commit]))
+    others = [f"{', '.join(dict.fromkeys(of))} at {commit}" for commit, of in names.items() if commit != most]
+    text += ["", *wrapped(f"Measured until {about['time'][:10]}, commit {'; '.join([most, *others])}. {versions}.")]
     what = {
         "A": "64 prompts of 8 samples, one step",
         "B": "512 prompts of 16 samples, four steps",
@@ -249,7 +254,7 @@ def main() -> None:
     given = parse(parser)
     warnings.filterwarnings("ignore", message="groups: prompt")  # 64 prompts on 64 ranks: the table shows it
     with bars() as progress:
-        rows = measure(progress, given.planners or list(PLANNERS))
+        rows = [row | {"commit": machine()["commit"]} for row in measure(progress, given.planners or list(PLANNERS))]
     before: Row = json.loads(given.record.read_text()) if given.planners else {}
     rows += [row for row in before.get("rows", []) if row["planner"] not in given.planners]
     names = [*PLANNERS]

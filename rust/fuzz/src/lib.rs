@@ -27,7 +27,7 @@ mod stream;
 
 use arbitrary::{Result, Unstructured};
 use wlb_core::cost::DocumentCosts;
-use wlb_core::dynamic_cp::{Exchange, Costs, DynamicCpOptions, GroupSizes, Node};
+use wlb_core::dynamic_cp::{Costs, DynamicCpOptions, Exchange, GroupSizes, Node};
 use wlb_core::packing::{Padding, Ranks, Sync, Together};
 use wlb_core::ranks::RankOptions;
 use wlb_core::sharding::kernel::{KernelDescription, KernelModel, PassTable};
