@@ -199,7 +199,7 @@ def page(record: Row, clock: Row) -> str:
     for row in rows:
         names.setdefault(row["commit"], []).append(row["planner"])
     most = max(names, key=lambda commit: len(names[commit]))
-    others = [f"{', '.join(dict.fromkeys(of))} at {commit}" for commit, of in names.items() if commit != most]
+    others = [f"{' / '.join(dict.fromkeys(of))} at {commit}" for commit, of in names.items() if commit != most]
     text += ["", *wrapped(f"Measured until {about['time'][:10]}, commit {'; '.join([most, *others])}. {versions}.")]
     what = {
         "A": "64 prompts of 8 samples, one step",

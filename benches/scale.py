@@ -226,7 +226,7 @@ def survives(rank: int, how: str, lost: int) -> tuple[str, float]:
     """What a rank hears while it waits for another one, and after how many seconds."""
     timeout = timedelta(seconds=LATE) if how == "late" else HEALTHY
     group = HostGroup(dist.group.WORLD, description="scale", timeout=timeout)
-    group.gather(None)
+    group.gather_objects(None)
     begun = time.monotonic()
     if rank == lost:
         if how == "killed":
@@ -238,7 +238,7 @@ def survives(rank: int, how: str, lost: int) -> tuple[str, float]:
     text = ""
     try:
         for _ in range(100):
-            group.gather(rank)
+            group.gather_objects(rank)
     except RuntimeError as heard:
         text = str(heard)
     seconds = time.monotonic() - begun

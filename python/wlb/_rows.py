@@ -127,6 +127,11 @@ class Reading:
     several: tuple[str, ...] = ()
 
     @property
+    def media(self) -> tuple[str, ...]:
+        """Columns with images, recordings or films."""
+        return tuple(name for part, name in self.columns.items() if part in _MEDIA)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All columns that are read."""
         return tuple(dict.fromkeys((*self.columns.values(), *self.several)))
@@ -325,13 +330,13 @@ class _Row:
     def plain(self, text: str, *, open: bool = False) -> Text:
         """A text, with what the row has beside it; images have no place in it."""
         for kind in _MEDIA:
-            if self.get(kind):
+            if self.get(kind) and not isinstance(self.get(kind), int | float):  # which may be flags or counts
                 columns = self.reading.columns
                 raise ValueError(
                     f"column {columns[kind]!r} holds {kind}, whose tokens the model's processor counts where"
                     f" messages say its place; to count the text alone, --field with the column of the text"
                 )
-        beside = {part: self.get(part) for part in ("system", "tools") if self.get(part)}
+        beside = {part: self.get(part) for part in ("system", "tools") if self.get(part) not in (None, "", [], "[]")}
         said = {
             self.reading.columns[part]: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             for part, value in beside.items()

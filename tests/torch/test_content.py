@@ -169,6 +169,19 @@ def test_ranks_that_list_streams_in_another_order_are_warned() -> None:
         assert message.startswith("streams[0] and streams[1]")
 
 
+def test_streams_that_give_one_document_a_step_are_compared_too() -> None:
+    data = [rows(0), rows(1), rows(0)]
+    cost = wlb.CostModel(attention=1.0, linear=50.0)
+    packer = wlb.Packer(num_micro_batches=2, max_tokens=60, cost_model=cost, release="fifo")
+    options: dict[str, Any] = {"weights": [1.0] * 3, "tokens_per_batch": 3 * LENGTH, "collate_fn": wt.collate}
+    said = r"streams\[0\] and streams\[2\] begin with the same documents"
+    with (
+        pytest.warns(UserWarning, match=said),
+        contextlib.closing(wt.BalancedStream(data, packer=packer, **options)) as of,
+    ):
+        list(of)
+
+
 def test_streams_of_one_kind_are_no_duplicates() -> None:
     with warnings.catch_warnings(), contextlib.closing(stream([rows(seed) for seed in range(4)])) as of:
         warnings.simplefilter("error")

@@ -42,7 +42,7 @@ def test_every_rank_but_the_first_hears_from_one_that_tells_few(size: int) -> No
 def beside_gloo(rank: int) -> bool:
     theirs = dist.new_group(RANKS)
     everyone = HostGroup(dist.group.WORLD, description="all", timeout=MINUTE)
-    calls = [dist.get_world_size(everyone), everyone.gather(rank)]
+    calls = [dist.get_world_size(everyone), everyone.gather_objects(rank)]
     assert calls == [10, list(range(10))]
     total = torch.tensor([rank, 1])
     dist.all_reduce(total, group=everyone)
@@ -70,7 +70,7 @@ def test_collectives_give_what_gloos_give() -> None:
 def large(rank: int) -> bool:
     group = HostGroup(dist.group.WORLD, description="large", timeout=MINUTE)
     mine = np.full(3 << 20, rank)  # 24 MiB: more than torch's store takes at once
-    return all((part == source).all() for source, part in enumerate(group.gather(mine)))
+    return all((part == source).all() for source, part in enumerate(group.gather_objects(mine)))
 
 
 def test_a_message_may_be_larger_than_a_value_of_the_store() -> None:
@@ -96,7 +96,7 @@ def without(rank: int, lost: list[int], how: str, exchange: str) -> tuple[str, f
         dist.group.WORLD, description="test", timeout=timedelta(seconds=3) if how == "stopped" else MINUTE
     )
     call = exchanges(rank, lost[0])[exchange]
-    group.gather(None)
+    group.gather_objects(None)
     if rank in lost:
         if how != "killed":  # that ends as soon as it has what others still send
             time.sleep(0.3)
@@ -146,7 +146,7 @@ def test_what_a_rank_raises_inside_is_told_to_all() -> None:
 
 def to_one_that_is_stopped(rank: int) -> tuple[str, float]:
     group = HostGroup(dist.group.WORLD, description="test", timeout=timedelta(seconds=3))
-    group.gather(None)
+    group.gather_objects(None)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.5)
@@ -208,31 +208,37 @@ def test_a_stranger_is_not_read() -> None:
 
 
 ELASTIC = """
-import os, signal, sys
+import os, signal, sys, time
 import torch.testing._internal.distributed.fake_pg
 from datetime import timedelta
 import torch.distributed as dist
 from wlb.torch.host import HostGroup
+from wlb.torch.mailbox import Mailbox
 # gloo of torch 2.15 reads addresses of killed ranks here: the store outlives the restart.
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 dist.init_process_group("fake", store=store, rank=int(os.environ["RANK"]), world_size=3)
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+attempt, when = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), sys.argv[2]
+if when == "while it is made" and dist.get_rank() == 0:
+    if attempt == 0:  # its key stays in the store
+        Mailbox.take = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(2 * attempt)  # the others read that key first
 group = HostGroup(dist.group.WORLD, description="test", timeout=timedelta(seconds=60))
-found = group.gather((attempt, dist.get_rank()))
+found = group.gather_objects((attempt, dist.get_rank()))
 if attempt == 0 and dist.get_rank() == 0:
     os.kill(os.getpid(), signal.SIGKILL)
-found = group.gather((attempt, dist.get_rank()))
+found = group.gather_objects((attempt, dist.get_rank()))
 assert found == [(1, rank) for rank in range(3)], found
 open(f"{sys.argv[1]}/{dist.get_rank()}", "w").write("done")
 """
 
 
-def test_a_restart_by_torchrun_meets_no_former_mailbox(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["later", "while it is made"])
+def test_a_restart_by_torchrun_meets_no_former_mailbox(when: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
     done = subprocess.run(
-        [*command, "--max-restarts=1", str(script), str(tmp_path)], capture_output=True, text=True, timeout=240
+        [*command, "--max-restarts=1", str(script), str(tmp_path), when], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["0", "1", "2"]

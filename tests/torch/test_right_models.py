@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,6 +18,7 @@ import wlb.torch as wt
 from tests.oracles.transformers_models import CASES, build
 from tests.torch import processes
 from tests.torch.test_verify import first_step
+from wlb.torch.proof.precision import Precision
 
 # Causal models whose documents share a row rightly, by positions alone. Recurrent models, and masks that ignore
 # positions (gpt-oss, OPT), are refused.
@@ -130,6 +131,36 @@ def test_16_bit_parameters_are_proved_where_they_are_sharded() -> None:
     for found in processes.run(2, proved, ["llama"], ["fully_shard"], BOTH):
         assert len(found) == 2
         assert not any(found.values()), found
+
+
+def after_an_error(rank: int) -> list[list[Any]]:
+    """Of each parameter, before and after a float32 run that raised: types, and where its numbers are."""
+    found = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model: Any = model_of("llama").to(torch.bfloat16 if policy.param_dtype is None else torch.float32)
+        fully_shard(model, mp_policy=policy)
+        model(input_ids=torch.arange(5)[None])
+
+        def state(model: Any = model) -> list[Any]:
+            logits = model(input_ids=torch.arange(5)[None]).logits
+            model.reshard()
+            group = model._get_fsdp_state()._fsdp_param_group
+            of = [(each.param_dtype, each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params]
+            return [logits.dtype, of, [each._local_tensor.data_ptr() for each in model.parameters()]]
+
+        before = state()
+        with contextlib.suppress(ZeroDivisionError), Precision(model, [], None).float32():
+            assert model(input_ids=torch.arange(5)[None]).logits.dtype == torch.float32
+            raise ZeroDivisionError
+        found.append([before, state()])
+    return found
+
+
+def test_an_error_in_a_float32_run_leaves_no_trace() -> None:
+    for found in processes.run(2, after_an_error):
+        for before, after in found:
+            assert before[0] == torch.bfloat16
+            assert before == after
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from wlb._errors import error
 from wlb.torch.collectives import GLOO_WAITS, device_of, timeout_of
-from wlb.torch.subgroup import REDUCTIONS, Exchange, register, unregister
+from wlb.torch.subgroup import REDUCTIONS, Exchange, refuse_others, register, unregister
 from wlb.torch.tree import Tree
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class HostGroup(dist.ProcessGroup):
         """Devices of its tensors."""
         return [torch.device("cpu")]
 
-    def gather(self, mine: T) -> list[T]:  # type: ignore[override]
+    def gather_objects(self, mine: T) -> list[T]:
         """An object of every rank."""
         return self._tree.gather(mine)
 
@@ -75,7 +75,7 @@ class HostGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> dist.Work:
         """`dist.all_gather_into_tensor`: the tensor of each rank, one after the other."""
-        output.copy_(torch.stack(self.gather(_own(sent))).view_as(output))
+        output.copy_(torch.stack(self.gather_objects(_own(sent))).view_as(output))
         return _done()
 
     def all_to_all_single(
@@ -88,7 +88,7 @@ class HostGroup(dist.ProcessGroup):
         outgoing = {rank: _own(part) for rank, part in enumerate(go) if part.numel()}
         incoming = [rank for rank, part in enumerate(come) if part.numel()]
         for rank, part in self._tree.exchange(outgoing, incoming).items():
-            come[rank].copy_(part)
+            _fill(come[rank], part)
         return _done()
 
     # Names of both before torch 2.15.
@@ -98,8 +98,8 @@ class HostGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], sent: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
         """`dist.all_gather`: the tensor of each rank, in a list."""
         (come,), (mine,) = outputs, sent
-        for into, part in zip(come, self.gather(_own(mine)), strict=True):
-            into.copy_(part)
+        for into, part in zip(come, self.gather_objects(_own(mine)), strict=True):
+            _fill(into, part)
         return _done()
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
@@ -127,13 +127,27 @@ class HostGroup(dist.ProcessGroup):
         """`dist.scatter`: a tensor for each rank, from one."""
         (output,), source = outputs, options.rootRank
         outgoing = dict(enumerate(map(_own, inputs[0]))) if self.rank() == source else {}
-        output.copy_(self._tree.exchange(outgoing, [source])[source])
+        _fill(output, self._tree.exchange(outgoing, [source])[source])
         return _done()
 
     def barrier(self, options: Any = None, **more: Any) -> dist.Work:  # type: ignore[override]
         """`dist.barrier`."""
-        self.gather(None)
+        self.gather_objects(None)
         return _done()
+
+
+refuse_others(
+    HostGroup,
+    "a group on the host",
+    "all_gather, all_gather_into_tensor, all_reduce, all_to_all_single, barrier, broadcast and scatter",
+)
+
+
+def _fill(into: Tensor, part: Tensor) -> None:
+    if into.shape != part.shape:
+        message = f"has shape {[*into.shape]}, and {[*part.shape]} arrived"
+        raise error("output", message, value=into.shape)
+    into.copy_(part)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -108,7 +108,10 @@ class Mailbox:
             return {source: self._messages[source].popleft() for source in arrived()}
 
     def close(self) -> None:
-        """Refuses what comes from now on."""
+        """Refuses what comes from now on, and ends what waits here."""
+        with self._news:
+            self.failure = self.failure or "the mailbox is closed"
+            self._news.notify_all()
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # wakes its thread
         self._server.close()
@@ -117,11 +120,13 @@ class Mailbox:
         self._kept.clear()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
+        while self._server.fileno() >= 0:
+            try:
                 connection, _ = self._server.accept()
                 _SOCKETS.add(connection)
                 threading.Thread(target=self._receive, args=[connection], name="wlb message", daemon=True).start()
+            except (OSError, RuntimeError):  # noqa: PERF203 - closed; or for now there are no more files or threads
+                time.sleep(0.01)
 
     def _receive(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -139,6 +144,15 @@ class Mailbox:
                     elif self.failure is None:
                         self.failure = message.decode()
                     self._news.notify_all()
+
+
+def answers(address: Address) -> bool:
+    """Whether something takes connections where a mailbox is said to be."""
+    try:
+        socket.create_connection(address[:2], timeout=_ANSWERS).close()
+    except OSError:
+        return False
+    return True
 
 
 def runs(address: Address) -> bool:

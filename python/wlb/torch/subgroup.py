@@ -171,19 +171,29 @@ class Subgroup(dist.ProcessGroup):
         return Exchange(self._ranks, operations, works, then)
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Subgroup, *args: Any, **kwargs: Any) -> NoReturn:
-        known = "all_gather, all_gather_into_tensor, all_to_all_single, all_reduce, broadcast and barrier"
-        raise error("group", f"is a subgroup of ranks {self._ranks}, which has {known}, but no {name}", value=self)
+def refuse_others(kind: type[dist.ProcessGroup], what: str, known: str) -> None:
+    """Lets a group refuse by name the collectives that it has not: torch would say that its backend is wrong."""
 
-    return refuse
+    def refused(name: str) -> Callable[..., NoReturn]:
+        def refuse(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> NoReturn:
+            raise error("group", f"is {what}, which has {known}, but no {name}", value=self)
+
+        return refuse
+
+    for name in _COLLECTIVES:
+        if name not in vars(kind):
+            setattr(kind, name, refused(name))
 
 
-for _name in (
+_COLLECTIVES: Final = (
     *("allgather_coalesced", "allreduce_coalesced", "alltoall", "gather", "gather_single", "reduce", "reduce_scatter"),
     *("_reduce_scatter_base", "reduce_scatter_single", "scatter", "send", "recv", "recv_anysource"),
-):
-    setattr(Subgroup, _name, _refused(_name))
+)
+refuse_others(
+    Subgroup,
+    "a subgroup of wlb",
+    "all_gather, all_gather_into_tensor, all_to_all_single, all_reduce, broadcast and barrier",
+)
 
 
 class Exchange(dist.Work):

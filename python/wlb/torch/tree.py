@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import pickle
 import socket
 import time
@@ -16,14 +15,14 @@ from typing import Any, Final, TypeVar
 
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
-from wlb.torch.mailbox import Address, Mailbox, runs
+from wlb.torch.mailbox import Address, Mailbox, answers, runs
 
 T = TypeVar("T")
 
 NODE: Final = 8  # ranks of a node of the tree, and the nodes that hear from another one
 _LOOKS: Final = 1.0  # seconds between looks whether a rank that is waited for still runs
 _LINGERS: Final = 3.0  # seconds that a rank waits longer than the ranks on which the one depends that it waits for
-_MADE: Final[Counter[tuple[str, int]]] = Counter()  # trees of these ranks, of the same purpose
+_MADE: Final[Counter[tuple[str, int]]] = Counter()  # how many trees this process made for a purpose and a place
 
 
 def parent_of(place: int) -> int | None:
@@ -63,14 +62,15 @@ class Tree:
     The launcher's store is asked for the address of one mailbox, and each rank hears of all others along the tree.
     Messages are pickled.
 
-    All ranks hear of a failure at once, in whatever they wait for, and the tree is of no more use: each call raises it.
-    A rank that was killed is missed within a second. A rank that only stopped is missed after the timeout.
+    A rank that waits here hears of a failure at once and passes it on; one that does other things hears of it in its
+    next call. The tree is of no more use then: each call raises the failure. A rank that was killed is missed within a
+    second by those that wait for it. A rank that only stopped, or whose host is lost, is missed after the timeout.
 
     Args:
         store: the launcher's store. Its keys are deleted once they were read.
         ranks: the ranks, as ranks of the world, in the order of their places.
         place: place of this rank among them.
-        what: purpose, for errors; with `ranks` it names the keys, and the same purpose may come again.
+        what: purpose, for errors; with `ranks` it names the keys. The same purpose may come again.
         timeout: how long a rank waits for another one.
 
     Raises:
@@ -90,30 +90,43 @@ class Tree:
         self._broken: str | None = None
         if size == 1:
             return
+        made = hashlib.blake2b(repr((what, self.ranks)).encode(), digest_size=16).hexdigest()
+        _MADE[made, place] += 1
+        name = f"wlb/tree/{made}/{_MADE[made, place]}"
         self._mailbox = Mailbox(_host(store), place)
         self._end = weakref.finalize(self, self._mailbox.close)
         mine = pickle.dumps(tuple(self._mailbox.address))
         with self._together() as until:
-            # torchrun's store outlives a restart, with the keys of ranks that were killed.
-            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            made = hashlib.blake2b(repr((what, self.ranks)).encode(), digest_size=16).hexdigest()
-            _MADE[made, place] += 1
-            name = f"wlb/tree/{restart}/{made}/{_MADE[made, place]}"
             if self._children:
                 store.set(f"{name}/{place}", mine)  # type: ignore[arg-type]
             if self._parent is not None:
-                try:  # over a connection of its own: while it waits, it takes no other request
-                    asked = store.clone()
-                    asked.wait([f"{name}/{self._parent}"], timeout)
-                    self._addresses[self._parent] = Address(*pickle.loads(asked.get(f"{name}/{self._parent}")))
-                except RuntimeError as cause:
-                    raise _Lost(self._late([self._parent])) from cause
-                self._put(self._parent, mine, until)
+                self._arrive(store, f"{name}/{self._parent}", mine, until)
             for child, address in self._take(self._children, until + self._waits_for_children).items():
                 self._addresses[child] = Address(*pickle.loads(address))
             if self._children:
                 store.delete_key(f"{name}/{place}")
         self._addresses.update(enumerate(self.gather(self._mailbox.address)))
+
+    def _arrive(self, store: Store, key: str, mine: bytes, until: float) -> None:
+        """Tells the parent where this rank is.
+
+        The store of `torchrun` outlives a restart, with keys of ranks that were killed, until the new ones come.
+        """
+        assert self._parent is not None
+        asked = store.clone()  # a connection of its own: while it waits, it takes no other request
+        while (left := until - time.monotonic()) > 0:
+            try:
+                asked.wait([key], timedelta(seconds=left))
+                address = Address(*pickle.loads(asked.get(key)))
+            except RuntimeError as cause:
+                raise _Lost(self._late([self._parent])) from cause
+            if answers(address):
+                with contextlib.suppress(ConnectionError):  # of a rank that was killed, or of another mailbox
+                    self._mailbox.put(address, mine, until=until, keep=True)
+                    self._addresses[self._parent] = address
+                    return
+            time.sleep(_LOOKS / 5)
+        raise _Lost(self._late([self._parent]))
 
     def gather(self, mine: T) -> list[T]:
         """`mine` of every rank, by place."""
@@ -129,7 +142,7 @@ class Tree:
             result = combine([mine, *(pickle.loads(parts[child]) for child in self._children)])
             message = pickle.dumps(result)
             if self._parent is not None:
-                self._put(self._parent, message, until)
+                self._put(self._parent, message, until + self._waits_for_children + _LINGERS)
                 message = self._take([self._parent], until + self._waits_for_parent)[self._parent]
                 result = pickle.loads(message)
             for child in self._children:
@@ -173,9 +186,13 @@ class Tree:
     def _put(self, to: int, message: bytes, until: float) -> None:
         try:
             self._mailbox.put(self._addresses[to], message, until=until, keep=to in (self._parent, *self._children))
+        except TimeoutError as cause:
+            raise _Lost(self._late([to])) from cause
+        except ConnectionError as cause:
+            raise _Lost(self._ended([to])) from cause
         except OSError as cause:
-            late = isinstance(cause, TimeoutError)
-            raise _Lost(self._late([to]) if late else self._ended([to])) from cause
+            host, port, _ = self._addresses[to]
+            raise _Lost(f"{self._named([to])} cannot be reached at {host}:{port}: {cause}") from cause
 
     def _take(self, sources: Iterable[int], until: float) -> dict[int, bytes]:
         found: dict[int, bytes] = {}

@@ -277,6 +277,10 @@ CASES = [
       for kind, value in (("image", "a.png"), ("audio", {"path": "a.wav", "bytes": None}), ("video", "a.mp4"))),
     Case("images beside a prompt and completion", [{**PAIR[0], "images": ["a.png"]}],
          lambda made: made.texts(FOX + DOG), {"field": "prompt,completion"}, refused="column 'images' holds image"),
+    Case("images beside text, parquet", lambda: plain_parquet(text=[FOX], image=["a.png"]),
+         lambda made: made.texts(FOX), {"field": "text"}, refused="column 'image' holds image", writes=".parquet"),
+    Case("flags of images beside text, parquet", lambda: plain_parquet(text=[FOX, DOG], image=[0, 3]),
+         lambda made: made.texts(FOX, DOG), writes=".parquet"),
     Case("images in parts", [{"messages": [user([{"type": "image", "image": "a.png"}]), assistant(DOG)], "said": FOX}],
          lambda made: made.texts(FOX), {"field": "said"}, refused="holds image, whose tokens"),
 ]  # fmt: skip
@@ -352,4 +356,12 @@ def test_without_a_tokenizer_every_text_of_a_row_counts(name: str, rows: Any, si
         assert found.lengths.tolist() == [size]
     else:
         assert found.lengths[0] > len(json.dumps(TOOLS)) + len(FOX + "be brief")
-    assert "without a chat template" in " ".join(found.notes)
+    assert ("without a chat template" in " ".join(found.notes)) == (name != "no tools beside a pair")
+
+
+def test_images_beside_text_are_refused_in_bytes_too(tmp_path: Path) -> None:
+    path = tmp_path / "file.parquet"
+    path.write_bytes(plain_parquet(text=["abc", "de"], image=["a/b.png", "c.png"]))
+    with pytest.raises(CliError, match=r"file\.parquet: row 0: column 'image' holds image"):
+        read(path)
+    assert read(path, field="text").lengths.tolist() == [3, 2]

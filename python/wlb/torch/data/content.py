@@ -19,6 +19,9 @@ from wlb.reading.split_prompts import WAYS, hides_prompt
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.random_states import random_states
 
+HEADS: Final = 8
+"""Documents by which the beginning of a stream is known."""
+
 _DOCUMENTS: Final = 64
 
 
@@ -110,11 +113,14 @@ def head(document: Document) -> str:
     return hashlib.blake2b(_bytes(document) or b"", digest_size=16).hexdigest()
 
 
-def warn_of_equal_streams(heads: Mapping[int, Sequence[str]]) -> None:
+def warn_of_equal_streams(heads: Mapping[int, Sequence[str]]) -> bool:
     """Warns if two streams begin with the same documents: ranks may have them in another order.
 
     Args:
         heads: hashes of the first documents of each stream that was opened, by its number.
+
+    Returns:
+        Whether it warned.
     """
     by_first: dict[tuple[str, ...], int] = {}
     for number, found in sorted(heads.items()):
@@ -127,7 +133,8 @@ def warn_of_equal_streams(heads: Mapping[int, Sequence[str]]) -> None:
                 " streams in the same order, or some are read twice and others never: sort the names of files, which"
                 " os.listdir and glob give in another order on each host. Ignore this if one stream is listed twice."
             )
-            return
+            return True
+    return False
 
 
 def _bytes(row: Any) -> bytes | None:

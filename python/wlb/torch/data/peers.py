@@ -53,7 +53,7 @@ class Peers:
         """`mine` of every rank."""
         if self._group is None:
             return [mine]
-        return self._group.gather(mine)
+        return self._group.gather_objects(mine)
 
     def agree(
         self,

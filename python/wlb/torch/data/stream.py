@@ -32,7 +32,7 @@ from wlb.reading.rows import RowReader
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Early, Outside, ReadBatch, Waiting
-from wlb.torch.data.content import head, warn_of_equal_streams
+from wlb.torch.data.content import HEADS, head, warn_of_equal_streams
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.shares import Shares
 from wlb.torch.data.step import Step, check_batch
@@ -155,6 +155,8 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         self._ahead: deque[ReadBatch] = deque()  # documents that were read beyond these states
         self._taken: set[tuple[int, int]] = set()  # of these, documents that have entered: (stream, document)
         self._warned = False  # whether a document longer than a global batch was reported
+        self._heads: dict[int, list[str]] = {}  # hashes of the first documents of each stream that was read from there
+        self._warned_of_equal = False
         self._chain = SavedChain()
         self._next_id = 0
         self._number = 0  # of the step that is made next
@@ -416,13 +418,16 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                     for number, all in read.items()
                 },
                 "streams": states,
-                "heads": {n: [head(each.document) for each in all[:8]] for n, all in read.items() if not first[n]},
+                "heads": self._new_heads(read, first),
             }
         )
         what = "packer, tokens_per_batch, min_step_tokens, max_early, number, sizes or weights of streams or step"
         self._peers.agree(parts, failure, step=self._number, argument="streams", what=what)
 
-        warn_of_equal_streams({number: heads for part in parts for number, heads in part["heads"].items()})
+        for number, heads in (each for part in parts for each in part["heads"].items()):
+            self._heads.setdefault(number, []).extend(heads)
+        if not self._warned_of_equal and any(part["heads"] for part in parts):
+            self._warned_of_equal = warn_of_equal_streams(self._heads)
         documents = {}
         for number, stream in enumerate(self._streams):
             part = parts[number % self._size]
@@ -433,6 +438,15 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
                 waiting = Waiting(number, length, has_labels, left, left, 0, document, None, costs, layout)
                 documents[number, first[number] + at] = waiting
         return ReadBatch(documents, [stream.state_dict() for stream in self._streams])
+
+    def _new_heads(self, read: Mapping[int, list[ReadDocument]], first: list[int]) -> dict[int, list[str]]:
+        """Hashes of documents with which streams begin that are read here, as far as they are not known."""
+        found = {}
+        for number, documents in read.items():
+            known = self._heads.get(number, [] if first[number] == 0 else None)  # None: it was resumed further on
+            if documents and known is not None and len(known) < HEADS:
+                found[number] = [head(each.document) for each in documents[: HEADS - len(known)]]
+        return found
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:
         """The documents of this rank's micro-batches. Documents read for this step that still wait go to all ranks."""

@@ -31,6 +31,7 @@ class Precision:
 
     def __init__(self, model: nn.Module, stages: Sequence[Any], dtype: torch.dtype | None) -> None:
         self._model, self._stages = model, stages
+        _reshard(model)  # a forward without backward leaves gathered parameters in the place of the shards
         self._half = [each for each in [*model.parameters(), *model.buffers()] if _is_coarse(each.dtype)]
         self._policies = [each for each in model.modules() if isinstance(each, fsdp2()) and _policy(each).param_dtype]
         self._flat = [each for each in model.modules() if isinstance(each, fsdp1()) and _mixed(each)]
@@ -62,11 +63,11 @@ class Precision:
         gradients of the copies (`exchange` does), because its buckets are 16-bit.
         """
         with ExitStack() as stack:
+            stack.callback(_reset, self._model)  # last, also where something raises
             stack.enter_context(_without_autocast())
             stack.enter_context(_highest())
             for values in _flash_configs(self._model):
                 stack.enter_context(mock.patch.dict(values, _attn_implementation_internal="sdpa"))
-            kept: list[tuple[Tensor, Tensor, Tensor | None]] = []
             stack.enter_context(_buffers_apart(self._model))
             if self._half:
                 for module in self._model.modules():
@@ -77,7 +78,7 @@ class Precision:
                 with torch.no_grad():
                     for tensor in self._half:
                         part = getattr(tensor, "_local_tensor", None)
-                        kept.append((tensor, tensor.data, part))
+                        stack.callback(_put_back, tensor, tensor.data, part)
                         tensor.data = tensor.data.float()
                         if part is not None:  # of a DTensor, of which `data` only has the shape
                             tensor._local_tensor = part.float()  # type: ignore[attr-defined]
@@ -93,12 +94,6 @@ class Precision:
                 yield
             finally:
                 self._in_float32 = False
-                for tensor, before, part in kept:
-                    tensor.grad = None
-                    tensor.data = before
-                    if part is not None:
-                        tensor._local_tensor = part  # type: ignore[attr-defined]
-        _reset(self._model)
 
     def exchange(self, gradients: Sequence[Tensor | None]) -> None:
         """Averages gradients over the ranks of DistributedDataParallel, which does not do it for float32 copies."""
@@ -165,13 +160,20 @@ def _sharded(module: Any) -> list[Any]:
     return [each for group in groups if group is not None for each in group.fsdp_params]
 
 
+def _put_back(tensor: Tensor, data: Tensor, part: Tensor | None) -> None:
+    tensor.grad = None
+    tensor.data = data
+    if part is not None:
+        tensor._local_tensor = part  # type: ignore[attr-defined]
+
+
 @contextmanager
 def _buffers_apart(model: nn.Module) -> Iterator[None]:
     """Lets `fully_shard` gather into buffers of their own, since those that it has are of one precision."""
     kept: list[tuple[Any, dict[str, Any]]] = []
+    _reshard(model)
     for module in model.modules():
         if isinstance(module, fsdp2()):
-            module.reshard()
             for each in _sharded(module):
                 names = ("_unsharded_param", "all_gather_outputs", "_sharded_param_data")
                 kept.append((each, {name: vars(each)[name] for name in names if name in vars(each)}))
@@ -180,12 +182,16 @@ def _buffers_apart(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in model.modules():
-            if isinstance(module, fsdp2()):
-                module.reshard()
+        _reshard(model)
         for each, values in kept:
             vars(each).pop("_unsharded_param", None)
             vars(each).update(values)
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, fsdp2()):
+            module.reshard()
 
 
 def _reset(model: nn.Module) -> None:

@@ -217,7 +217,8 @@ def _at_once(
     if any(column.null_count for column in columns.values()):
         return None
     for name, column in columns.items():
-        _check_type(column.type, name, path)
+        if name not in reading.media:
+            _check_type(column.type, name, path)
     every = [*columns.values()]
     if all(_is_list(each.type) and types.is_integer(each.type.value_type) for each in every) and wanted.holds != "text":
         if reading.kind not in ("tokens", "text") or "parts" in reading.columns:
@@ -229,6 +230,8 @@ def _at_once(
         return _sum([pc.list_value_length(each) for each in every])
     texts = all(types.is_string(each.type) or types.is_large_string(each.type) for each in every)
     if not texts or reading.kind not in ("text", "pair") or wanted.measure is not None or wanted.holds == "tokens":
+        return None
+    if reading.media or not {"system", "tools", "settings"}.isdisjoint(reading.columns):
         return None
     if reading.kind == "pair" and any(len(each) and is_messages(each[0].as_py()) for each in every):
         return None
@@ -353,7 +356,7 @@ def _told(cause: Exception, row: Mapping[str, Any], reading: Reading) -> str:
     if isinstance(row, Mapping):
         for name in reading.names:
             value = row.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float) and not isinstance(value, bool) and name not in reading.media:
                 return f"column {name!r} holds a number: --lengths, if these are lengths of documents"
             if name not in row and "nothing in" in str(cause):
                 return f"nothing in column {name!r} (--field); its columns: {', '.join(row) or 'none'}"

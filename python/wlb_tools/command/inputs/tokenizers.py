@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import shutil
@@ -76,10 +77,11 @@ def _auto(folder: Path) -> Any:
         raise CliError(
             "chat templates and trainers' rules need the package transformers: pip install transformers"
         ) from None
-    for name, package in _NEEDS.items():
+    for name, packages in _NEEDS.items():
         needed = (folder / name).is_file() and not (folder / "tokenizer.json").is_file()
-        if needed and importlib.util.find_spec(package.replace("-", "_")) is None:
-            raise CliError(f"--tokenizer {folder / name} needs the package {package}; run: pip install {package}")
+        for package, module in packages.items() if needed else ():
+            if not _is_there(module):
+                raise CliError(f"--tokenizer {folder / name} needs the package {package}; run: pip install {package}")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as cause:  # of many types
@@ -132,12 +134,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         folder = path.parent
     digest = hashlib.blake2b(digest_size=16)
     if folder is not None and any((folder / each).is_file() for each in _CONFIGURED):
-        for each in (*_CONFIGURED, path.name):
-            digest.update((folder / each).read_bytes() if (folder / each).is_file() else b"-")
+        digest.update(_version())
+        for each in sorted(folder.iterdir()):
+            if each.is_file() and each.suffix not in _WEIGHTS:
+                digest.update(f"{each.name}\n".encode() + each.read_bytes())
         return Tokenizer(_by_transformers(folder), digest.hexdigest(), folder.name, folder)
     content = path.read_bytes()
-    digest.update(content)
     known_as = _known_as(path, content)
+    digest.update(content + (b"" if known_as == _NAMES[0] else _version()))
     measure = _fast(path) if known_as == _NAMES[0] else _alone(path, known_as)
     return Tokenizer(measure, digest.hexdigest(), path.name)
 
@@ -145,12 +149,32 @@ def load_tokenizer(name: str) -> Tokenizer:
 _CONFIGURED = ("tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "special_tokens_map.json")
 """Files beside a tokenizer by which transformers loads it."""
 
-_NEEDS = {"tekken.json": "mistral-common"} | dict.fromkeys(
-    ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), "sentencepiece"
+_SENTENCEPIECE = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}
+_NEEDS = {"tekken.json": {"mistral-common": "mistral_common"}} | dict.fromkeys(
+    ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"), _SENTENCEPIECE
 )
-"""Packages with which transformers reads a tokenizer of this name."""
+"""Packages, and their modules, with which transformers reads a tokenizer of this name."""
 
 _NAMES = ("tokenizer.json", *_NEEDS)
+
+
+_VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "*.tiktoken")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it is in
+        return False
+
+
+def _version() -> bytes:
+    """The version of transformers, which counts; b"" without it."""
+    try:
+        return importlib.metadata.version("transformers").encode()
+    except importlib.metadata.PackageNotFoundError:
+        return b""
 
 
 def _in_folder(folder: Path) -> Path:
@@ -178,7 +202,7 @@ def _from_hub(name: str) -> Path:
         raise CliError(f"--tokenizer {name}: no such tokenizer file")
     hub.utils.logging.set_verbosity(50)  # its retries are not ours to tell
     try:
-        return _in_folder(Path(hub.snapshot_download(name, allow_patterns=[*_NAMES, *_CONFIGURED])))
+        return _in_folder(Path(hub.snapshot_download(name, allow_patterns=[*_NAMES, *_CONFIGURED, *_VOCABULARIES])))
     except CliError:
         raise
     except Exception as cause:  # of many types: no network, unknown name, no permission
