@@ -71,12 +71,13 @@ impl Exchange {
         unknown: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         arguments::refuse_unknown::<Self>(unknown)?;
+        // Of two zeros that are equal there is one, since equal values have equal hashes.
         let exchange = Self {
-            seconds_per_token,
-            seconds_per_exchange,
-            seconds_per_token_in_node,
-            seconds_per_exchange_in_node,
-            overlap,
+            seconds_per_token: seconds_per_token + 0.0,
+            seconds_per_exchange: seconds_per_exchange + 0.0,
+            seconds_per_token_in_node: seconds_per_token_in_node + 0.0,
+            seconds_per_exchange_in_node: seconds_per_exchange_in_node + 0.0,
+            overlap: overlap + 0.0,
         };
         let across = exchange.across();
         across.check().and_then(|()| exchange.inside(1).check(&across)).map_err(raise).map(|()| exchange)

@@ -84,6 +84,9 @@ impl Shard {
             samples.push(start..end);
             start = end;
         }
+        if start != expected {
+            return Err(Error::Mismatch { argument: "tokens", found: expected, other: "samples", expected: start });
+        }
         let mut row_of = vec![NONE; unique];
         let held = self.rank(rank)?.token_indices();
         held.iter().enumerate().for_each(|(row, &place)| row_of[place as usize] = row);

@@ -109,7 +109,7 @@ pub(crate) fn planned<'a>(
         }
         Err(Error::Combination { argument, requirement }) if requirement.starts_with("is in seconds") => {
             assert!(matches!(costs, Costs::Model(model) if model.unit() == Some(Unit::Flops)));
-            assert!(argument.ends_with("seconds") || argument.starts_with("cp_seconds"));
+            assert!(argument.ends_with("seconds") || argument.starts_with("exchange.seconds_per"));
             None
         }
         Err(Error::OutOfRange { argument: "max_tokens_per_rank", .. }) => {
