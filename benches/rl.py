@@ -164,7 +164,7 @@ COLUMNS = ("once", "every", "micro-batches", "over cap", "prompts parted", "lost
 
 
 def cells(row: Row) -> list[str]:
-    """Of a planner in a round, as in COLUMNS."""
+    """What the table shows of one planner in one round, in the order of COLUMNS."""
     if "refused" in row:
         return [f"not run: {row['refused']}", *[""] * (len(COLUMNS) - 1)]
     counts = [str(row[name]) for name in ("micro_batches", "over_cap", "prompts_parted", "lost_or_twice")]
@@ -172,7 +172,7 @@ def cells(row: Row) -> list[str]:
 
 
 def commits() -> Row:
-    """Of the checkouts."""
+    """The commit of each trainer's checkout, by the trainer's name."""
     found: Row = {}
     for trainer in CHECKOUTS:
         with contextlib.suppress(ImportError):

@@ -177,7 +177,7 @@ class AnyKey:
 
 
 def real_start(size: int) -> Row:
-    """The same of all ranks, as threads of this process, and how long they take."""
+    """What each rank does at its start if all ranks run as threads of this process, and how long they take."""
     shared = dist.HashStore()
     keys = shared.num_keys()
     stores = [Counting(shared) for _ in range(size)]

@@ -134,7 +134,7 @@ def test_16_bit_parameters_are_proved_where_they_are_sharded() -> None:
 
 
 def after_an_error(rank: int) -> list[list[Any]]:
-    """Of each parameter, before and after a float32 run that raised: types, and where its numbers are."""
+    """Types and addresses of a model's parameters, before and after a float32 run that raised."""
     found = []
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         model: Any = model_of("llama").to(torch.bfloat16 if policy.param_dtype is None else torch.float32)

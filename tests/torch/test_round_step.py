@@ -126,7 +126,7 @@ def test_the_whole_samples_train_the_mean(mean: str, number: int) -> None:
 
 
 def gradients_of_samples(model: nn.Module, mean: Any, number: int, ranks: int = 2) -> list[np.ndarray]:
-    """Of the mean over the samples of a step, each computed alone."""
+    """Gradients of the mean over the samples of a step, each sample computed alone."""
     held = samples()
     batches = [batch for rank in range(ranks) for batch in of_rank(rank, mean, number, ranks)]
     here = np.unique(np.concatenate([batch.document_ids for batch in batches]))

@@ -151,7 +151,7 @@ class OneStream:
             of_document = () if costs is None else tuple((costs * (kept / size)).tolist())
             documents.append(ReadDocument(self._kept(document), of_document))
             if self._read < _NOTED:
-                self._content = _with(self._content, document)
+                self._content = content_with(self._content, document)
             self._read += 1
             self._tokens += kept
             self._credit -= kept
@@ -194,15 +194,15 @@ class OneStream:
         self.ended, self._saved = field(state, "ended", bool), field(state, "own", object)
         self._content = field(state, "content", str)
 
-    def check(self, state: Mapping[str, Any], argument: str) -> None:
-        """Refuses a stream that was read again up to the position of `state`, and began with other documents.
+    def check(self, content: str, argument: str) -> None:
+        """Refuses a stream that began with other documents when it was read up to this position another time.
 
         A stream that restores itself may give other tokens each time: it is known by its own position.
 
         Raises:
             wlb.WlbError: naming the stream.
         """
-        if field(state, "content", str) != self._content and not restores_itself(self._documents):
+        if content != self._content and not restores_itself(self._documents):
             raise error(
                 argument,
                 f"begins with other documents than when its state was saved (one of the first {_NOTED}), so that some"
@@ -222,26 +222,22 @@ class OneStream:
         iterator: Iterator[Any] = iter(self._documents)
         if self._saved is not None:
             return iterator
-        again = OneStream(self._documents, self._longest, None, self._reader, self._split)
-        while again._read < self._read:
+        already, content = 0, ""
+        while already < self._read:
             row = next(iterator, _END)
             if row is _END:
-                raise ValueError(f"ends after {again._read} documents, {self._read} were read before")
-            again._pass(row, argument)
-        again.check(self.state_dict(), argument)
+                raise ValueError(f"ends after {already} documents, {self._read} were read before")
+            if already < _NOTED:
+                used = row.keys() if isinstance(row, Mapping) else ()
+                for document in self._reader.documents(row, already, argument, used=used)[: _NOTED - already]:
+                    content = content_with(content, as_arrays(document, argument, already))
+            already += num_documents(row, already)
+        self.check(content, argument)
         return iterator
 
-    def _pass(self, row: Any, argument: str) -> None:
-        """Notes a row that was read before."""
-        if self._read < _NOTED:
-            used = row.keys() if isinstance(row, Mapping) else ()
-            for document in self._reader.documents(row, self._read, argument, used=used)[: _NOTED - self._read]:
-                self._content = _with(self._content, as_arrays(document, argument, self._read))
-        self._read += num_documents(row, self._read)
 
-
-def _with(content: str, document: Document) -> str:
-    """A hash of documents, with one more."""
+def content_with(content: str, document: Document) -> str:
+    """A hash of documents, with one more; `content` is that of those before, "" for none."""
     digest = hashlib.blake2b(content.encode(), digest_size=16)
     for array in (document.tokens, document.labels):
         digest.update(b"-" if array is None else np.asarray(array).astype(np.int64).tobytes())

@@ -221,7 +221,7 @@ class StreamReader:
                     waiting[id] = replace(new, left=left[id], rest=length, entered=entered)
         if waiting.keys() != left.keys():
             raise error(self._argument, self._other("it ends before documents that wait"))
-        stream.check(state["stream"], self._argument)
+        stream.check(field(state["stream"], "content", str), self._argument)
         stream.stands(state["stream"])
         self._stream, self._reads, self._waiting, self._again = stream, reads, waiting, None
 

@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from wlb._errors import error
 from wlb.torch.collectives import GLOO_WAITS, device_of, timeout_of
-from wlb.torch.subgroup import REDUCTIONS, Exchange, refuse_others, register, unregister
+from wlb.torch.subgroup import REDUCTIONS, Exchange, by_rank, refuse_others, register, unregister
 from wlb.torch.tree import Tree
 
 T = TypeVar("T")
@@ -82,9 +82,7 @@ class HostGroup(dist.ProcessGroup):
         self, output: Tensor, sent: Tensor, arriving: list[int], leaving: list[int], options: Any = None
     ) -> dist.Work:
         """`dist.all_to_all_single`: rows by source of rows by destination."""
-        size = self.size()
-        come = output.split_with_sizes(arriving or [output.shape[0] // size] * size)
-        go = sent.split_with_sizes(leaving or [sent.shape[0] // size] * size)
+        come, go = by_rank(output, arriving, self.size()), by_rank(sent, leaving, self.size())
         outgoing = {rank: _own(part) for rank, part in enumerate(go) if part.numel()}
         incoming = [rank for rank, part in enumerate(come) if part.numel()]
         for rank, part in self._tree.exchange(outgoing, incoming).items():

@@ -146,24 +146,20 @@ class Mailbox:
                     self._news.notify_all()
 
 
-def answers(address: Address) -> bool:
-    """Whether something takes connections where a mailbox is said to be."""
-    try:
-        socket.create_connection(address[:2], timeout=_ANSWERS).close()
-    except OSError:
-        return False
-    return True
-
-
-def runs(address: Address) -> bool:
-    """Whether the process that has a mailbox still runs, and has not closed it. One that is stopped runs."""
+def answers(address: Address) -> bool | None:
+    """Whether something takes connections where a mailbox is said to be; None if its host says neither yes nor no."""
     try:
         socket.create_connection(address[:2], timeout=_ANSWERS).close()
     except ConnectionError:
         return False
     except OSError:
-        return True  # slow, or not known
+        return None  # slow, or not known
     return True
+
+
+def runs(address: Address) -> bool:
+    """Whether the process that has a mailbox may still run, and has not closed it. One that is stopped runs."""
+    return answers(address) is not False
 
 
 def _left(until: float) -> float:

@@ -112,10 +112,7 @@ class Subgroup(dist.ProcessGroup):
         self, output: Tensor, sent: Tensor, arriving: list[int], leaving: list[int], options: Any = None
     ) -> dist.Work:
         """`dist.all_to_all_single`: rows by source of rows by destination."""
-        size = self.size()
-        come = output.split_with_sizes(arriving or [output.shape[0] // size] * size)
-        go = sent.split_with_sizes(leaving or [sent.shape[0] // size] * size)
-        return self._exchange(come, go)
+        return self._exchange(by_rank(output, arriving, self.size()), by_rank(sent, leaving, self.size()))
 
     def all_gather_single(self, output: Tensor, sent: Tensor, options: Any = None) -> dist.Work:
         """`dist.all_gather_into_tensor`: the tensor of each rank, one after the other."""
@@ -169,6 +166,11 @@ class Subgroup(dist.ProcessGroup):
                     operations.append(dist.P2POp(how, tensor, self._ranks[rank], self._parent))
         works = dist.batch_isend_irecv(operations) if operations else []
         return Exchange(self._ranks, operations, works, then)
+
+
+def by_rank(rows: Tensor, sizes: list[int], ranks: int) -> tuple[Tensor, ...]:
+    """The rows of each rank; by default all have equally many."""
+    return rows.split_with_sizes(sizes or [rows.shape[0] // ranks] * ranks)
 
 
 def refuse_others(kind: type[dist.ProcessGroup], what: str, known: str) -> None:

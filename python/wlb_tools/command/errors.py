@@ -31,6 +31,11 @@ class CliError(Exception):
     """An error that the user can fix, in one line."""
 
 
+def first_line(cause: BaseException) -> str:
+    """The first line of what another package says about an error; the error's type if it says nothing."""
+    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+
+
 def option(argument: str) -> str:
     """The option of an argument or field of the library, without its hyphens."""
     return _OPTIONS.get(argument, argument.replace("_", "-"))

@@ -71,7 +71,7 @@ impl Exchange {
         unknown: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         arguments::refuse_unknown::<Self>(unknown)?;
-        // Of two zeros that are equal there is one, since equal values have equal hashes.
+        // Adding 0 turns -0.0 into 0.0: the two are equal, so that they need the same hash.
         let exchange = Self {
             seconds_per_token: seconds_per_token + 0.0,
             seconds_per_exchange: seconds_per_exchange + 0.0,

@@ -108,11 +108,6 @@ def warn_of_split_prompts(dataset: Any, numbers: NDArray[np.int64], packer: wlb.
         warn(f"{found} of {of} {longer} begin with a prompt without labels, and are split, {WAYS}")
 
 
-def head(document: Document) -> str:
-    """A hash of a document that a stream begins with."""
-    return hashlib.blake2b(_bytes(document) or b"", digest_size=16).hexdigest()
-
-
 def warn_of_equal_streams(heads: Mapping[int, Sequence[str]]) -> bool:
     """Warns if two streams begin with the same documents: ranks may have them in another order.
 

@@ -27,12 +27,12 @@ from wlb.filling import (
 from wlb.ledger import waiting_pieces
 from wlb.reading.documents import Document, layout_of
 from wlb.reading.given_costs import check_given
-from wlb.reading.one_stream import OneStream, ReadDocument, costs_of, restores_itself
+from wlb.reading.one_stream import OneStream, ReadDocument, content_with, costs_of, restores_itself
 from wlb.reading.rows import RowReader
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Early, Outside, ReadBatch, Waiting
-from wlb.torch.data.content import HEADS, head, warn_of_equal_streams
+from wlb.torch.data.content import HEADS, warn_of_equal_streams
 from wlb.torch.data.peers import Peers, failure_text
 from wlb.torch.data.shares import Shares
 from wlb.torch.data.step import Step, check_batch
@@ -445,7 +445,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         for number, documents in read.items():
             known = self._heads.get(number, [] if first[number] == 0 else None)  # None: it was resumed further on
             if documents and known is not None and len(known) < HEADS:
-                found[number] = [head(each.document) for each in documents[: HEADS - len(known)]]
+                found[number] = [content_with("", each.document) for each in documents[: HEADS - len(known)]]
         return found
 
     def _exchange(self, packing: wlb.Packing, deal: NDArray[np.int64]) -> list[list[Document]]:

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 
 from wlb._rows import Reading
-from wlb_tools.command.errors import CliError
+from wlb_tools.command.errors import CliError, first_line
 from wlb_tools.command.inputs.cells import Holds, Wanted, has_text, row_lengths, table_lengths
 from wlb_tools.command.inputs.formats import check_encoding, endings, indexed, is_index, reader_of
 from wlb_tools.command.inputs.lengths_cache import LengthsCache
@@ -286,8 +286,9 @@ def _from_hub(name: str, wanted: Wanted, progress: Progress) -> _Part:
     try:
         found = datasets.load_dataset(name, split="train")
     except Exception as cause:  # of many types: no network, unknown name, several configurations
-        said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        raise CliError(f"{name}: no such file or directory, nor a data set that could be had: {said}") from None
+        raise CliError(
+            f"{name}: no such file or directory, nor a data set that could be had: {first_line(cause)}"
+        ) from None
     return _of_dataset(found, Path(name), wanted, progress)
 
 
@@ -366,8 +367,7 @@ def _saved(path: Path, wanted: Wanted, progress: Progress) -> _Part:
     except CliError:
         raise
     except Exception as cause:  # Arrow and datasets may raise anything for a damaged folder
-        said = next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
-        raise CliError(f"{path}: is no whole data set of save_to_disk: {said}") from None
+        raise CliError(f"{path}: is no whole data set of save_to_disk: {first_line(cause)}") from None
 
 
 def _python_roots() -> list[Path]:

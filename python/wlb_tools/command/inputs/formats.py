@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._rows import Reading, reading_of
-from wlb_tools.command.errors import CliError
+from wlb_tools.command.errors import CliError, first_line
 from wlb_tools.command.inputs.cells import (
     Wanted,
     checked_lengths,
@@ -74,11 +74,7 @@ def _opened(path: Path) -> Iterator[Any]:
             else:
                 yield stack.enter_context(gzip.open(path) if kind else path.open("rb"))  # noqa: SIM115
     except (OSError, EOFError, zlib.error) as cause:
-        raise CliError(f"{path}: cannot be read: {_said(cause)}") from None
-
-
-def _said(cause: BaseException) -> str:
-    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        raise CliError(f"{path}: cannot be read: {first_line(cause)}") from None
 
 
 # Lines.
@@ -317,7 +313,7 @@ def _parquet(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
             batches = file.iter_batches(batch_size=_ROWS, columns=[*reading.names])
             yield from _batches(batches, file.schema_arrow, path, wanted, share)
     except (pa.ArrowException, OSError) as cause:
-        raise CliError(f"{path}: is no whole Parquet file: {_said(cause)}") from None
+        raise CliError(f"{path}: is no whole Parquet file: {first_line(cause)}") from None
 
 
 def _arrow(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
@@ -343,7 +339,7 @@ def _arrow(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
                 streamed = ipc.open_stream(file)
                 yield from _batches(streamed, streamed.schema, path, wanted)
     except (pa.ArrowException, OSError) as cause:
-        raise CliError(f"{path}: is no whole Arrow or Feather file: {_said(cause)}") from None
+        raise CliError(f"{path}: is no whole Arrow or Feather file: {first_line(cause)}") from None
 
 
 def _csv(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
@@ -376,7 +372,7 @@ def _csv(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
                 yield table_lengths(batch, reading, wanted, path, row), batch.nbytes
                 row += batch.num_rows
     except pa.ArrowException as cause:
-        raise CliError(f"{path}: is no table as its first line says: {_said(cause)}") from None
+        raise CliError(f"{path}: is no table as its first line says: {first_line(cause)}") from None
 
 
 # Arrays.
@@ -526,7 +522,7 @@ def _tar(path: Path, wanted: Wanted) -> Iterator[tuple[Lengths, int]]:
                     reading = _chosen([*rows[:_LOOK]], wanted, f"{path}: {names[0]}")
                 yield row_lengths(rows, reading, wanted, lambda row, names=names: f"{path}: {names[row]}"), sum(sizes)  # type: ignore[misc]
     except (tarfile.TarError, OSError, EOFError) as cause:
-        raise CliError(f"{path}: is no whole tar archive: {_said(cause)}") from None
+        raise CliError(f"{path}: is no whole tar archive: {first_line(cause)}") from None
     if path.suffix == ".tar":
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 1024))

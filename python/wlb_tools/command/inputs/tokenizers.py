@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb_tools.command.errors import CliError
+from wlb_tools.command.errors import CliError, first_line
 
 Measure = Callable[[list[str]], NDArray[np.int64]]
 
@@ -85,7 +85,7 @@ def _auto(folder: Path) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as cause:  # of many types
-        raise CliError(f"--tokenizer {folder}: transformers cannot load it: {_said(cause)}") from None
+        raise CliError(f"--tokenizer {folder}: transformers cannot load it: {first_line(cause)}") from None
 
 
 @functools.lru_cache(8)
@@ -106,11 +106,7 @@ def _processor(folder: Path) -> Any:
         load: Any = transformers.AutoProcessor.from_pretrained
         return load(str(folder), trust_remote_code=False)
     except Exception as cause:  # of many types
-        raise CliError(f"--tokenizer {folder}: transformers cannot load its processor: {_said(cause)}") from None
-
-
-def _said(cause: BaseException) -> str:
-    return next((line for line in str(cause).splitlines() if line.strip()), type(cause).__name__)
+        raise CliError(f"--tokenizer {folder}: transformers cannot load its processor: {first_line(cause)}") from None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -136,7 +132,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if folder is not None and any((folder / each).is_file() for each in _CONFIGURED):
         digest.update(_version())
         for each in sorted(folder.iterdir()):
-            if each.is_file() and each.suffix not in _WEIGHTS:
+            if each.is_file() and each.suffix in _READ:
                 digest.update(f"{each.name}\n".encode() + each.read_bytes())
         return Tokenizer(_by_transformers(folder), digest.hexdigest(), folder.name, folder)
     content = path.read_bytes()
@@ -159,7 +155,8 @@ _NAMES = ("tokenizer.json", *_NEEDS)
 
 
 _VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "*.tiktoken")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_READ = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".bpe", ".vocab")
+"""Endings of what transformers reads of a tokenizer; a model's weights may lie beside it."""
 
 
 def _is_there(module: str) -> bool:
@@ -206,7 +203,7 @@ def _from_hub(name: str) -> Path:
     except CliError:
         raise
     except Exception as cause:  # of many types: no network, unknown name, no permission
-        message = f"no such tokenizer file, nor in the hub's cache, nor to be had: {_said(cause)}"
+        message = f"no such tokenizer file, nor in the hub's cache, nor to be had: {first_line(cause)}"
         raise CliError(f"--tokenizer {name}: {message}") from None
 
 
