@@ -134,7 +134,8 @@ impl DynamicCpPlan {
 
     /// The numbers of micro-batches that were tried, ascending, each with an estimate of its step in which every rank
     /// is as slow as the slowest of the micro-batch. For numbers given up early it is a lower time (with short
-    /// documents divided at will, or with a part of the documents) that already exceeds the best.
+    /// documents divided at will, or with a part of the documents) that already exceeds the best. With exchange at a
+    /// price and very many documents, most are judged by a sample of these: as much slower as they are there.
     #[getter]
     fn sweep(&self) -> Tuple<(usize, f64)> {
         Tuple(self.0.sweep.clone())

@@ -253,11 +253,29 @@ impl GroupCost {
         self.micro_batch_seconds + load.on(cp_size as f64)
     }
 
+    /// What documents add to the two sums of which a group's seconds are the larger: computing; and computing with all
+    /// exchange, less the part that attention can hide. Without the sums' constants: what every micro-batch takes, and
+    /// [`GroupCost::latency`]. The group is inside a node if it fits there.
+    #[inline]
+    pub(super) fn more(&self, load: &Load, cp_size: usize) -> [f64; 2] {
+        let Exchange { seconds_per_token, overlap, .. } = self.of_size(cp_size);
+        let ranks = cp_size as f64;
+        let computing = load.on(ranks);
+        let exchange = load.tokens as f64 * ((ranks - 1.0) / ranks) * seconds_per_token;
+        [computing, computing + (exchange - overlap * load.attention / ranks)]
+    }
+
     /// Least additional time of documents on a group that has others, whose attention also hides the exchange of these.
     #[inline]
     pub(super) fn least_more(&self, load: &Load, cp_size: usize) -> f64 {
-        let ranks = cp_size as f64;
-        load.on(ranks) - self.exchange.overlap * load.attention / ranks
+        let [computing, exchanging] = self.more(load, cp_size);
+        computing.min(exchanging)
+    }
+
+    /// The part of exchange that does not depend on the documents, inside a node if the group fits there.
+    #[inline]
+    pub(super) fn latency(&self, cp_size: usize) -> f64 {
+        (cp_size as f64 - 1.0) * self.of_size(cp_size).seconds_per_exchange
     }
 
     #[inline]

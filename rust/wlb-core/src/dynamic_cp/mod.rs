@@ -15,7 +15,7 @@
 //! | `ranks` | ranks of a micro-batch without a group, node by node |
 //! | `block` | blocks of ranks by load (`by_room`: by load and room) |
 //! | `solver` | documents to blocks of ranks, and blocks to groups, for one number of micro-batches |
-//! | `refine` | improves a plan |
+//! | `refine` | improves a plan (`first_fit`: the first group that can take a document) |
 //! | `one_size` | plans for few documents, in groups of one size |
 //! | `few` | search for few documents over all choices at once |
 //! | `search` | which numbers of micro-batches and sizes of blocks are tried, and the best solution |
@@ -31,6 +31,7 @@ mod check;
 mod cost;
 mod counts;
 mod few;
+mod first_fit;
 mod one_size;
 mod options;
 mod plan;

@@ -77,7 +77,8 @@ pub struct DynamicCpPlan {
     pub balanced_seconds: f64,
     /// Numbers of micro-batches that were tried, ascending, each with its predicted time. For numbers that were given
     /// up early, the time is a lower value (with freely divisible short documents, or with a part of the documents)
-    /// that already exceeds the plan's.
+    /// that already exceeds the plan's. If exchange costs and documents are very many, most numbers are judged by a
+    /// sample of these: their times are as much longer as they are there.
     pub sweep: Vec<(usize, f64)>,
 }
 

@@ -3,7 +3,6 @@
 use crate::limits::MAX_TOKENS;
 use crate::longest_first::longest_first;
 
-use super::block::Block;
 use super::cost::{Costs, GroupCost, Load};
 use super::options::{DynamicCpOptions, GroupSizes};
 
@@ -80,6 +79,39 @@ impl Problem {
     pub(super) fn with_gain(&self, gain: f64) -> Self {
         let (documents, by_tokens) = (self.documents.clone(), self.by_tokens.clone());
         Self { documents, by_tokens, gain, only: self.only.clone(), ..*self }
+    }
+
+    /// At least `documents` documents, evenly from the costliest to the cheapest, on as small a part of the ranks: at
+    /// least `ranks`, and as many as any document needs. `None` if exchange is free, or if that is more than half.
+    pub(super) fn sample(&self, documents: usize, ranks: usize) -> Option<Self> {
+        let largest = |parts: usize| {
+            let ranks = self.largest_group.min(self.world_size / parts);
+            match self.group_sizes {
+                GroupSizes::PowersOfTwo => 1 << ranks.ilog2(),
+                GroupSizes::Any => self.only().map_or(ranks, |sizes| at_most(sizes, ranks)),
+            }
+        };
+        // A power of two that divides the ranks: nodes stay whole.
+        let most = (self.documents.len() / documents).min(self.world_size / ranks).checked_ilog2()?;
+        let most = most.min(self.world_size.trailing_zeros());
+        let needed = self.documents.iter().map(|document| self.smallest(&document.load)).max()?;
+        let parts = (1..=most).rev().map(|bits| 1 << bits).find(|&parts| needed <= largest(parts))?;
+        if self.cost.is_free() {
+            return None;
+        }
+        let first = parts / 2;
+        let documents: Vec<Document> = self.documents.iter().skip(first).step_by(parts).copied().collect();
+        let is_in = |&place: &u32| place as usize % parts == first;
+        let places = |order: &Vec<u32>| order.iter().copied().filter(is_in).map(|place| place / parts as u32).collect();
+        Some(Self {
+            by_tokens: self.by_tokens.as_ref().map(places),
+            total_work: documents.iter().map(|document| document.load.work()).sum(),
+            documents,
+            world_size: self.world_size / parts,
+            only: self.only.clone(),
+            largest_group: largest(parts),
+            ..*self
+        })
     }
 
     /// The only sizes that groups may have, ascending from 1, if not all.
@@ -323,9 +355,9 @@ impl Problem {
         (cp_size as i64 * self.max_tokens_per_rank).min(MAX_TOKENS)
     }
 
-    /// Tokens that a block can still take; negative if it can take no document.
-    pub(super) fn room(&self, block: &Block) -> i64 {
-        if self.is_full(&block.load) { -1 } else { self.capacity(block.cp_size as usize) - block.load.tokens }
+    /// Tokens that a group with this load can still take; negative if it can take no document.
+    pub(super) fn room(&self, load: &Load, cp_size: usize) -> i64 {
+        if self.is_full(load) { -1 } else { self.capacity(cp_size) - load.tokens }
     }
 
     /// Least seconds of each micro-batch: the constant, or a document that is more than a fair share of all work even

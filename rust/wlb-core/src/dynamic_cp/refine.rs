@@ -2,6 +2,7 @@
 //! micro-batches, and, for few documents, moves documents between micro-batches.
 
 use super::cost::Load;
+use super::first_fit::FirstFit;
 use super::plan::{Draft, DraftGroup};
 use super::problem::Problem;
 use super::ranks::FreeRanks;
@@ -164,7 +165,7 @@ impl Shares {
     /// ranks.
     ///
     /// # Complexity
-    /// About twelve times O(documents * groups).
+    /// About twelve times O(documents * log groups) for each size of the groups.
     pub(super) fn of(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut least = Self::least(problem, documents);
         let (mut found, mut most) = (None, seconds);
@@ -213,22 +214,19 @@ impl Shares {
     /// new one with as few ranks as possible. `None` if this needs more ranks than there are.
     fn within(problem: &Problem, documents: &[u32], seconds: f64) -> Option<Self> {
         let mut groups: Vec<Share> = Vec::new();
+        let mut open = FirstFit::new(problem, seconds);
         let mut ranks = 0;
         for &document in documents {
             let load = problem.documents[document as usize].load;
-            let with = |group: &Share| {
-                let (load, cp_size) = (group.load + load, group.cp_size as usize);
-                if !problem.fits(&load, cp_size) || problem.cost.computing(&load, cp_size) > seconds {
-                    return None;
-                }
+            let with = |at: usize| {
+                let (load, cp_size) = (groups[at].load + load, groups[at].cp_size as usize);
                 let takes = problem.cost.seconds(&load, cp_size);
-                (takes <= seconds).then_some((load, takes))
+                (problem.fits(&load, cp_size) && takes <= seconds).then_some((at, load, takes))
             };
-            if let Some((group, (load, takes))) =
-                groups.iter_mut().find_map(|group| Some(with(group)).flatten().map(|with| (group, with)))
-            {
-                (group.load, group.seconds) = (load, takes);
-                group.documents.push(document);
+            if let Some((at, load, takes)) = open.first(&load, with) {
+                (groups[at].load, groups[at].seconds) = (load, takes);
+                groups[at].documents.push(document);
+                open.set(at, &load);
                 continue;
             }
             let size = problem.smallest_in_time(&load, 1, problem.largest_group, seconds)?;
@@ -237,6 +235,7 @@ impl Shares {
                 return None;
             }
             let takes = problem.cost.seconds(&load, size);
+            open.open(&load, size);
             groups.push(Share { first_rank: 0, cp_size: size as u32, load, seconds: takes, documents: vec![document] });
         }
         Self::placed(problem, groups).filter(|shares| shares.seconds <= seconds)

@@ -1,6 +1,7 @@
 //! The search for the plan of a step: which numbers of micro-batches and sizes of blocks are tried, and in which order.
 //! It skips those that cannot win, and keeps the best solution so far.
 
+use std::cmp::Ordering;
 use std::rc::Rc;
 
 use crate::error::Result;
@@ -28,9 +29,21 @@ const GAINS: [f64; 3] = [1.4, 1.2, 1.05];
 const FEW: usize = 1024;
 /// With more documents than `FEW`, a further gain is tried only for numbers of micro-batches this close to the best.
 const NEAR: f64 = 1.05;
+/// With communication cost, at least so many documents for each rank, and more than `FEW`, are many.
+const MANY: usize = 16;
+/// With communication cost, plans of at least twice this many documents on at least twice this many ranks begin with a
+/// search for a sample of about so many.
+const SAMPLE: (usize, usize) = (8192, 256);
+/// The most numbers of micro-batches, each with a gain, that were best for the sample and are solved for all documents.
+const SOLVED: usize = 4;
+/// With many documents, more is tried around a solution (other sizes of blocks, other numbers of micro-batches) only if
+/// it comes this close to the best.
+const WORTH: f64 = 1.02;
 /// A solution is given up if the placed part takes longer than the best by this factor: halving blocks cannot make up
 /// for that much.
 const LATE: f64 = 1.05;
+/// The same with communication cost and many documents, each of which matters less.
+const LATE_OF_MANY: f64 = 1.01;
 /// No larger blocks are tried if the step takes longer than with smaller ones by this factor.
 const LARGE: f64 = 1.2;
 /// The best size of blocks is also tried for other numbers of micro-batches within this factor of the best.
@@ -50,6 +63,15 @@ const MAX_OPS: usize = 1 << 16;
 struct Candidate {
     num_micro_batches: usize,
     relaxed: Relaxed,
+}
+
+/// What was solved for.
+#[derive(Clone, Copy)]
+struct Solved {
+    price: f64,
+    num_micro_batches: usize,
+    gain: f64,
+    base: usize,
 }
 
 /// Result of a search.
@@ -84,6 +106,8 @@ pub(super) struct StepSearch<'a> {
     suited: Option<(&'a Problem, usize)>,
     /// The least price under the present gain, and the size of blocks that reached it.
     fitting: Option<(f64, usize)>,
+    /// All solutions so far.
+    solved: Vec<Solved>,
     /// For few documents: the best plan of each number of micro-batches.
     others: Vec<Best>,
     /// A solution is given up if its price exceeds this.
@@ -105,6 +129,7 @@ impl<'a> StepSearch<'a> {
             promises,
             suited,
             fitting,
+            solved: Vec::new(),
             others,
             limit: f64::INFINITY,
         }
@@ -208,6 +233,7 @@ impl<'a> StepSearch<'a> {
         }
         note(&mut self.sweep, num_micro_batches, seconds);
         let price = price(self.options, num_micro_batches, seconds);
+        self.solved.push(Solved { price, num_micro_batches, gain: self.problem.gain, base });
         let beats = |best: &Best| (price, num_micro_batches) < (best.price(self.options), best.num_micro_batches);
         if self.fitting.is_none_or(|(least, _)| price < least) {
             self.fitting = Some((price, base));
@@ -293,14 +319,9 @@ impl<'a> StepSearch<'a> {
     pub(super) fn run(mut self, problems: &'a [Problem], counts: &Counts) -> Result<Found> {
         let (problem, options) = (self.problem, self.options);
         let tried = counts.tried(options);
-        if !problem.cost.is_free() && problem.documents.len() <= FEW {
-            self.as_if_free(&tried)?;
-        }
-        for problem in problems {
-            self.problem = problem;
-            self.fitting = None;
-            self.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, counts.most));
-            self.all(&tried)?;
+        let is_sampled = self.by_sample(problems, &tried, counts)?;
+        if !is_sampled {
+            self.each_gain(problems, &tried, counts)?;
         }
         if self.best.is_none() && options.num_micro_batches.is_none() {
             match options.max_micro_batches {
@@ -311,14 +332,77 @@ impl<'a> StepSearch<'a> {
                 }
             }
         }
-        if options.num_micro_batches.is_none() {
-            self.between(counts.most)?;
+        if let Some((suited, _)) = self.suited.filter(|_| !is_sampled) {
+            // Numbers that did not fit count as tried, although the sweep does not list them.
+            let tried = self.sweep.iter().map(|&(tried, _)| tried).collect();
+            self.between(suited, tried, counts, WORTH)?;
         }
         self.refine()?;
         if problem.documents.len() <= SMALL {
             self.few(&tried, counts)?;
         }
         Ok(Found { best: self.best, sweep: self.sweep, others: self.others })
+    }
+
+    /// Tries numbers of micro-batches of all magnitudes with each gain.
+    fn each_gain(&mut self, problems: &'a [Problem], tried: &[usize], counts: &Counts) -> Result<()> {
+        if !self.problem.cost.is_free() && self.problem.documents.len() <= FEW {
+            self.as_if_free(tried)?;
+        }
+        for problem in problems {
+            self.problem = problem;
+            self.fitting = self.suited.filter(|_| self.are_many()).map(|(_, base)| (f64::INFINITY, base));
+            self.demand = (!problem.cost.is_free()).then(|| Demand::new(problem, counts.most));
+            self.all(tried)?;
+        }
+        Ok(())
+    }
+
+    /// With communication cost and very many documents: searches for a sample of them, on as small a part of the ranks,
+    /// and solves for all documents only what was best there. Returns whether they fit.
+    fn by_sample(&mut self, problems: &'a [Problem], tried: &[usize], counts: &Counts) -> Result<bool> {
+        let Some(sample) = self.problem.sample(SAMPLE.0, SAMPLE.1) else { return Ok(false) };
+        let options = DynamicCpOptions { world_size: sample.world_size, ..self.options.clone() };
+        let gains = with_gains(&sample);
+        let mut search = StepSearch::new(&sample, &options);
+        search.each_gain(&gains, tried, counts)?;
+        for problem in &gains {
+            let is_tried = |count: &usize| search.sweep.iter().any(|(tried, _)| tried == count);
+            let tried = tried.iter().copied().filter(is_tried).collect();
+            search.between(problem, tried, counts, 1.0)?;
+        }
+        let mut solved = search.solved;
+        solved.sort_by(|a, b| a.price.total_cmp(&b.price));
+        // Of a number and a gain only the best size of blocks.
+        let mut others: Vec<Solved> = Vec::new();
+        for found in solved {
+            let is_same =
+                |other: &Solved| (other.num_micro_batches, other.gain) == (found.num_micro_batches, found.gain);
+            others.extend((!others.iter().any(is_same)).then_some(found));
+        }
+        for &Solved { num_micro_batches, gain, base, .. } in others.iter().take(SOLVED) {
+            let Some(problem) = problems.iter().find(|problem| problem.gain == gain) else { continue };
+            if self.demand.is_none() || self.problem.gain != gain {
+                (self.problem, self.demand) = (problem, Some(Demand::new(problem, counts.most)));
+            }
+            let mut candidate = self.candidate(num_micro_batches, f64::INFINITY)?;
+            let pipeline = self.pipeline(num_micro_batches)?;
+            self.descend(&mut candidate.relaxed, STEPS, &pipeline);
+            self.limit = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+            self.solve(&candidate, base, &pipeline)?;
+        }
+        self.limit = f64::INFINITY;
+        let Some(best) = &self.best else { return Ok(false) };
+        // Other numbers are so much slower as they are for the sample.
+        let (options, least) = (self.options, best.price(self.options));
+        let of_best = search.sweep.iter().find(|&&(count, _)| count == best.num_micro_batches);
+        let factor = of_best.map_or(1.0, |&(count, seconds)| least / price(options, count, seconds));
+        for (count, seconds) in search.sweep {
+            if self.sweep.iter().all(|&(tried, _)| tried != count) {
+                note(&mut self.sweep, count, (seconds * factor).max(least / price(options, count, 1.0)));
+            }
+        }
+        Ok(true)
     }
 
     /// Also plans few documents in simpler ways.
@@ -369,7 +453,7 @@ impl<'a> StepSearch<'a> {
         let same = |a: (usize, f64), b: (usize, f64)| a.0 == b.0 && (a.1 - b.1).abs() <= SAME * b.1;
         candidates.retain(|candidate| !before.iter().any(|&before| same(before, promise(candidate))));
         candidates.sort_by(|a, b| a.relaxed.seconds.total_cmp(&b.relaxed.seconds));
-        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate))
+        candidates.into_iter().try_for_each(|candidate| self.attempt(candidate, WORTH))
     }
 
     /// Whether this number of micro-batches may win with another gain; for few documents any may.
@@ -381,7 +465,7 @@ impl<'a> StepSearch<'a> {
 
     /// Solves for one number of micro-batches. If its promise is no faster than the best so far, only the promise is
     /// noted.
-    fn attempt(&mut self, mut candidate: Candidate) -> Result<()> {
+    fn attempt(&mut self, mut candidate: Candidate, worth: f64) -> Result<()> {
         let Candidate { num_micro_batches, ref mut relaxed } = candidate;
         let promised = price(self.options, num_micro_batches, relaxed.seconds) * PROMISE;
         if self.best.as_ref().is_some_and(|best| promised >= best.price(self.options)) {
@@ -394,8 +478,9 @@ impl<'a> StepSearch<'a> {
         if self.tries_sizes() {
             // With few documents the second best may still become the best, so no solution is given up.
             let late = self.best.as_ref().filter(|_| self.problem.documents.len() > SMALL);
-            self.limit = late.map_or(f64::INFINITY, |best| best.price(self.options) * LATE);
-            let tried = self.sizes(&candidate, &pipeline);
+            let factor = if self.are_many() { LATE_OF_MANY } else { LATE };
+            self.limit = late.map_or(f64::INFINITY, |best| best.price(self.options) * factor);
+            let tried = self.sizes(&candidate, &pipeline, worth);
             self.limit = f64::INFINITY;
             tried
         } else {
@@ -407,6 +492,13 @@ impl<'a> StepSearch<'a> {
     /// limited (the limit of a block is that of a group).
     fn tries_sizes(&self) -> bool {
         self.demand.is_some() || self.problem.counts_documents()
+    }
+
+    /// Whether exchange costs and documents are many. Each is then a small part of a step, and a solution that is a
+    /// little slower than the best has no neighbour that is faster.
+    fn are_many(&self) -> bool {
+        let documents = self.problem.documents.len();
+        self.demand.is_some() && documents > FEW && documents >= MANY * self.problem.world_size
     }
 
     /// Plans with targets that ignore exchange, and again with the targets stretched to the time of the first solution.
@@ -483,9 +575,10 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Tries sizes of blocks: larger ones are more even, smaller ones exchange less and hold more documents in total.
-    /// The first time with each gain, sizes go from the smallest up to one that is far slower than the best. Later they
-    /// start from the size that was fastest with this gain and go on in both directions while the step gets faster.
-    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline) -> Result<()> {
+    /// The first time, sizes go from the smallest up to one that is far slower than the best. Later they start from the
+    /// size that was fastest and go on in both directions while the step gets faster. With many documents they go on
+    /// only if the first comes within a factor of `worth` of the best; with few, each gain has a first time.
+    fn sizes(&mut self, candidate: &Candidate, pipeline: &Pipeline, worth: f64) -> Result<()> {
         let sizes: Vec<usize> = self.problem.base_sizes();
         let Some(middle) = self.fitting.and_then(|(_, base)| sizes.iter().position(|&size| size == base)) else {
             let mut least = f64::INFINITY;
@@ -499,6 +592,11 @@ impl<'a> StepSearch<'a> {
             return Ok(());
         };
         let seconds = self.solve(candidate, sizes[middle], pipeline)?;
+        let least = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+        let is_far = price(self.options, candidate.num_micro_batches, seconds) > least * worth;
+        if is_far && self.are_many() {
+            return Ok(());
+        }
         for larger in [true, false] {
             let (mut at, mut least) = (middle, seconds);
             while let Some(next) = if larger { Some(at + 1).filter(|&at| at < sizes.len()) } else { at.checked_sub(1) }
@@ -513,18 +611,22 @@ impl<'a> StepSearch<'a> {
         Ok(())
     }
 
-    /// If exchange costs, tries numbers of micro-batches between the best and its tried neighbours, closer and closer
-    /// to the best.
-    fn between(&mut self, most: usize) -> Result<()> {
-        if let Some((problem, base)) = self.suited.filter(|_| self.demand.is_some()) {
-            self.problem = problem;
-            self.fitting = self.best.as_ref().map(|best| (best.price(self.options), base));
-            self.demand = Some(Demand::new(problem, most));
-        }
-        // Numbers that did not fit count as tried, although the sweep does not list them.
-        let mut all: Vec<usize> = self.sweep.iter().map(|&(tried, _)| tried).collect();
-        while let Some(best) = self.best.as_ref().filter(|_| self.demand.is_some()) {
-            let count = best.num_micro_batches;
+    /// If exchange costs, tries numbers of micro-batches between the best one with a gain and its tried neighbours,
+    /// closer and closer to the best, if that is near the best of all gains. `all` are the numbers that were tried, and
+    /// other sizes of blocks are tried within a factor of `worth` of the best.
+    fn between(&mut self, problem: &'a Problem, mut all: Vec<usize>, counts: &Counts, worth: f64) -> Result<()> {
+        let price = |solved: &&Solved| (solved.price, solved.num_micro_batches);
+        let of_gain = |solved: &[Solved]| {
+            let of_gain = solved.iter().filter(|solved| solved.gain == problem.gain);
+            of_gain.min_by(|a, b| price(a).partial_cmp(&price(b)).unwrap_or(Ordering::Equal)).copied()
+        };
+        let least = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+        let best = of_gain(&self.solved).filter(|best| self.demand.is_some() && best.price <= least * WORTH);
+        let Some(best) = best.filter(|_| self.options.num_micro_batches.is_none()) else { return Ok(()) };
+        self.problem = problem;
+        self.fitting = Some((best.price, best.base));
+        self.demand = Some(Demand::new(problem, counts.most));
+        while let Some(Solved { num_micro_batches: count, .. }) = of_gain(&self.solved) {
             let tried = || all.iter().copied();
             let below = tried().filter(|&tried| tried < count).max().map(|below| below + (count - below) / 2);
             let above = tried().filter(|&tried| tried > count).min().map(|above| count + (above - count) / 2);
@@ -538,7 +640,7 @@ impl<'a> StepSearch<'a> {
             for count in new {
                 all.push(count);
                 let candidate = self.candidate(count, f64::INFINITY)?;
-                self.attempt(candidate)?;
+                self.attempt(candidate, worth)?;
             }
         }
         Ok(())
@@ -568,8 +670,89 @@ impl<'a> StepSearch<'a> {
         self.solve_for(&candidate, &candidate.relaxed.start, base, &pipeline)?;
         if self.best.is_some() && self.tries_sizes() {
             self.fitting = None;
-            self.sizes(&candidate, &pipeline)?;
+            self.sizes(&candidate, &pipeline, WORTH)?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+mod tests {
+    use super::{Counts, DynamicCpOptions, SAMPLE, StepSearch, with_gains};
+    use crate::cost::{CostModel, Mask};
+    use crate::dynamic_cp::cost::{Costs, Exchange, GroupCost, Node};
+    use crate::dynamic_cp::options::GroupSizes;
+    use crate::dynamic_cp::problem::Problem;
+    use crate::lengths::Lengths;
+
+    /// Lengths of which few are long.
+    fn lengths(count: i64) -> Lengths {
+        let length = |at: i64| 64 + at * 7919 % 4001 + if at % 97 == 0 { at * 31 % 60_000 } else { 0 };
+        Lengths::new("lengths", &(0..count).map(length).collect::<Vec<_>>()).unwrap()
+    }
+
+    /// A plan by a sample is as fast as one by a search for all documents.
+    #[test]
+    fn a_sample_finds_what_all_documents_need() {
+        let (documents, ranks) = (2 * SAMPLE.0, 2 * SAMPLE.1);
+        let model = CostModel::analytic(1.0, 20_000.0, Mask::Causal).unwrap();
+        let lengths = lengths(documents as i64);
+        for (overlap, node, group_sizes) in [
+            (1.0, None, GroupSizes::PowersOfTwo),
+            (0.5, Some(8), GroupSizes::Any),
+            (0.0, None, GroupSizes::PowersOfTwo),
+        ] {
+            let exchange = Exchange { seconds_per_token: 10_000.0, seconds_per_exchange: 1e6, overlap };
+            let node = node.map(|ranks| Node { ranks, seconds_per_exchange: 1e5, seconds_per_token: 1_000.0 });
+            let options = DynamicCpOptions { exchange, node, group_sizes, ..DynamicCpOptions::new(ranks, 4, 8192) };
+            let cost = GroupCost { exchange, node, micro_batch_seconds: 0.0, document_seconds: 0.0 };
+            let problem = Problem::new(&lengths, Costs::Model(&model), cost, &options, ranks);
+            let counts = Counts::new(&lengths, &options).unwrap();
+            let problems = with_gains(&problem);
+            let found = StepSearch::new(&problem, &options).run(&problems, &counts).unwrap();
+            let mut all = StepSearch::new(&problem, &options);
+            let tried = counts.tried(&options);
+            all.each_gain(&problems, &tried, &counts).unwrap();
+            let suited = all.suited.unwrap().0;
+            all.between(suited, tried, &counts, f64::INFINITY).unwrap();
+            all.refine().unwrap();
+            let (found, all) = (found.best.unwrap().seconds, all.best.unwrap().seconds);
+            assert!(found <= 1.01 * all, "{found} by a sample, {all} by all");
+        }
+    }
+
+    /// A sample has the same documents as all, and less of them: of each length, and of work and tokens for each rank.
+    #[test]
+    fn a_sample_is_like_all() {
+        let model = CostModel::analytic(1.0, 20_000.0, Mask::Causal).unwrap();
+        let lengths = lengths(40_000);
+        let exchange = Exchange { seconds_per_token: 1.0, ..Exchange::default() };
+        let cost = GroupCost { exchange, node: None, micro_batch_seconds: 0.0, document_seconds: 0.0 };
+        let given: Vec<f64> = (0..lengths.len()).map(|at| 1e9 * (1 + at * 13 % 1000) as f64).collect();
+        let given = crate::cost::DocumentCosts::new(given, lengths.len(), 1, &[]).unwrap();
+        for costs in [Costs::Model(&model), Costs::Given { costs: &given, attention: None }] {
+            let options = DynamicCpOptions { exchange, ..DynamicCpOptions::new(3 * 512, 4, 8192) };
+            let problem = Problem::new(&lengths, costs, cost, &options, 1024);
+            let sample = problem.sample(SAMPLE.0, SAMPLE.1).unwrap();
+            let parts = problem.world_size / sample.world_size;
+            assert_eq!((parts, sample.world_size, sample.largest_group), (4, 384, 256));
+            assert_eq!(sample.documents.len(), problem.documents.len() / parts);
+            let part = sample.total_work / problem.total_work * parts as f64;
+            assert!((part - 1.0).abs() < 0.01, "{part}");
+            assert_eq!(sample.is_by_length(), problem.is_by_length());
+            if let Some(order) = &sample.by_tokens {
+                let mut places: Vec<u32> = order.clone();
+                assert!(order.is_sorted_by_key(|&at| std::cmp::Reverse(sample.documents[at as usize].load.tokens)));
+                places.sort_unstable();
+                assert!(places.into_iter().eq(0..sample.documents.len() as u32));
+            }
+            // None is needed, free exchange has none, and documents that need all ranks allow none.
+            assert!(sample.sample(SAMPLE.0, SAMPLE.1).is_none());
+            let free = GroupCost { exchange: Exchange::default(), ..cost };
+            assert!(Problem::new(&lengths, costs, free, &options, 1024).sample(SAMPLE.0, SAMPLE.1).is_none());
+            let options = DynamicCpOptions { max_tokens_per_rank: 64, ..options };
+            assert!(Problem::new(&lengths, costs, cost, &options, 1024).sample(SAMPLE.0, SAMPLE.1).is_none());
+        }
     }
 }

@@ -131,7 +131,7 @@ impl<'a> Blocks<'a> {
         let weight = |block: &Block| if problem.is_full(&block.load) { f64::INFINITY } else { over(block) };
         let longest = targets.iter().copied().fold(0.0, f64::max);
         let (in_order, makes_room) = (problem.is_by_length(), overflow == Overflow::NextLightest);
-        let room = |block: &Block| problem.room(block);
+        let room = |block: &Block| problem.room(&block.load, block.cp_size as usize);
         let least_room = |block: &Block| -room(block) as f64;
         let mut by_time = Sizes::new(blocks, in_order || !makes_room, weight, room);
         let (mut by_room, mut with_room): (Option<Sizes>, Option<Sizes>) = (None, None);
