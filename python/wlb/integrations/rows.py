@@ -12,8 +12,9 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb._rows import advice
-from wlb.reading.documents import tokens_of
-from wlb.reading.rows import KNOWN, RowIndex, RowReader, split_row
+from wlb.reading.joined_rows import RowIndex, split_row
+from wlb.reading.rows import KNOWN, RowReader
+from wlb.reading.values import tokens_of
 from wlb.torch.data.arrow import arrow_lengths
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from wlb._errors import error
 from wlb.integrations.rows import Collator, as_it_is, row_of
+from wlb.reading.joined_rows import joined_row, split_row
 from wlb.reading.one_stream import restores_itself
-from wlb.reading.rows import RowReader, joined_row, split_row
+from wlb.reading.rows import RowReader
 
 
 def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:

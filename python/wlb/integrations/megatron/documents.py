@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.integrations.megatron.multiples import padded_lengths
-from wlb.reading.documents import IGNORE, Document, Piece, cut, filled_up
+from wlb.reading.columns import filled_up
+from wlb.reading.documents import IGNORE, Document, Piece, cut
 from wlb.torch.data.dataset import Documents
 
 

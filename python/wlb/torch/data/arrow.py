@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._rows import WITHOUT_EFFECT, masked_lengths
-from wlb.reading.documents import nothing
-from wlb.reading.rows import KNOWN, RowReader, sequence_lengths
+from wlb.reading.rows import KNOWN, RowReader
+from wlb.reading.values import nothing, sequence_lengths
 
 
 @dataclass(frozen=True)

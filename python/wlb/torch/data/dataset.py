@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb.reading.documents import Document, Piece, cut, not_as_many
-from wlb.reading.rows import RowIndex, RowReader
+from wlb.reading.documents import Document, Piece, cut
+from wlb.reading.joined_rows import RowIndex
+from wlb.reading.rows import RowReader
+from wlb.reading.values import not_as_many
 from wlb.torch.data.arrow import ArrowRows, arrow_lengths
 
 

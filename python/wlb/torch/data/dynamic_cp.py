@@ -18,18 +18,8 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb._shown import explained
 from wlb.ledger import Pieces
-from wlb.reading.documents import (
-    IGNORE,
-    Document,
-    Layout,
-    as_bits,
-    common_layout,
-    layout_of,
-    num_labels,
-    num_rows,
-    of_bits,
-    of_padding,
-)
+from wlb.reading.columns import Layout, as_bits, common_layout, layout_of, num_rows, of_bits, of_padding
+from wlb.reading.documents import IGNORE, Document, num_labels
 from wlb.reading.packed import joined, packed
 from wlb.reading.rows import RowReader
 from wlb.reading.state import Progress, SavedChain, Snapshot, field, same

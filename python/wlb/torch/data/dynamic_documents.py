@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.reading.documents import Document, as_arrays, integer
+from wlb.reading.documents import Document
 from wlb.reading.rows import RowReader
+from wlb.reading.values import as_arrays, integer
 
 Costs = Callable[[Document], Any]
 """Function that returns the costs of a document as its rank reads it."""

@@ -15,8 +15,9 @@ import wlb
 from wlb._core import forest_edges, padded_tokens
 from wlb._errors import check_integer, error
 from wlb._shown import explained
-from wlb.reading.documents import IGNORE, Document, as_arrays
+from wlb.reading.documents import IGNORE, Document
 from wlb.reading.rows import KNOWN, RowReader, is_text
+from wlb.reading.values import as_arrays
 
 Ints = NDArray[np.int64]
 

@@ -25,7 +25,8 @@ from wlb.filling import (
     warn_of_long,
 )
 from wlb.ledger import waiting_pieces
-from wlb.reading.documents import Document, layout_of
+from wlb.reading.columns import layout_of
+from wlb.reading.documents import Document
 from wlb.reading.given_costs import check_given
 from wlb.reading.one_stream import OneStream, ReadDocument, content_with, costs_of, restores_itself
 from wlb.reading.rows import RowReader
