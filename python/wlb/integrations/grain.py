@@ -32,12 +32,12 @@ from numpy.typing import ArrayLike, NDArray  # noqa: E402
 
 import wlb  # noqa: E402
 from wlb._errors import check_integer, error  # noqa: E402
-from wlb.filling import check_share  # noqa: E402
 from wlb.reading.columns import Layout, common_layout, layout_of, of_padding  # noqa: E402
 from wlb.reading.documents import IGNORE, WEIGHTS, Document, cut  # noqa: E402
 from wlb.reading.packed import joined, packed, whole_runs  # noqa: E402
 from wlb.reading.reader import StepReader  # noqa: E402
 from wlb.reading.rows import RowReader  # noqa: E402
+from wlb.reading.sizes import check_share  # noqa: E402
 from wlb.reading.state import Snapshot, field  # noqa: E402
 from wlb.reading.stream_reader import StreamReader  # noqa: E402
 from wlb.reading.values import as_arrays, nothing  # noqa: E402

@@ -28,12 +28,12 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.filling import micro_batches
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.sizes import micro_batches
 from wlb.reading.state import Snapshot, field
 from wlb.torch.agreement import agree
 from wlb.torch.boundaries import told

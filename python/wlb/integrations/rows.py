@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb._rows import advice
 from wlb.reading.joined_rows import RowIndex, split_row
+from wlb.reading.row_kinds import advice
 from wlb.reading.rows import KNOWN, RowReader
 from wlb.reading.values import tokens_of
 from wlb.torch.data.arrow import arrow_lengths

@@ -13,12 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.reading.corpus import Corpus
 from wlb.reading.documents import Piece
+from wlb.reading.filling import Offer, next_packing
 from wlb.reading.given_costs import CorpusCosts, check_given
 from wlb.reading.permutation import Permutation
+from wlb.reading.sizes import batch_tokens, check_max_early, least_tokens, warn_of_long
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb._rows import MASKS, WITHOUT_EFFECT, advice
 from wlb._shown import explained
 from wlb.reading.documents import AHEAD, IGNORE, WEIGHTS, Document
+from wlb.reading.row_kinds import MASKS, WITHOUT_EFFECT, advice
 from wlb.reading.values import (
     as_arrays,
     as_numpy,

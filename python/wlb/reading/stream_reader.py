@@ -11,12 +11,13 @@ from typing import Any, Final
 import wlb
 from wlb._errors import error
 from wlb._seal import check_seal
-from wlb.filling import batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.reading.documents import Document
+from wlb.reading.filling import next_packing
 from wlb.reading.given_costs import check_given
 from wlb.reading.one_stream import OneStream, costs_of
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import batch_tokens, least_tokens, warn_of_long
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Outside, Waiting

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed
-from wlb.filling import Offer
 from wlb.reading.columns import Layout, as_bits, num_rows, of_bits
 from wlb.reading.documents import Document, cut
+from wlb.reading.filling import Offer
 from wlb.reading.given_costs import cost_row
 from wlb.reading.state import field
 

@@ -20,12 +20,12 @@ from transformers.trainer_utils import has_length
 import wlb
 from wlb._choices import Oversize
 from wlb._errors import error
-from wlb.filling import step_tokens
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
+from wlb.reading.sizes import step_tokens
 from wlb.reading.state import field as field_of
 from wlb.torch.data import Documents
 from wlb.torch.data.loading import Loading

@@ -16,11 +16,11 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 import wlb
-from wlb.filling import micro_batches
 from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import micro_batches
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
 from wlb.torch.data.loading import SHAPE, Loading
 

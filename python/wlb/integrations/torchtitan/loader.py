@@ -18,9 +18,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 import wlb
 from wlb._core import MAX_DELAY, most_tokens, padded_tokens
 from wlb._errors import check_integer, error
-from wlb.filling import step_tokens
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.sizes import step_tokens
 from wlb.reading.state import field as field_of
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.loading import FOREVER, SHAPE, Loading

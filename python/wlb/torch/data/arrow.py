@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._rows import WITHOUT_EFFECT, masked_lengths
+from wlb.reading.row_kinds import WITHOUT_EFFECT, masked_lengths
 from wlb.reading.rows import KNOWN, RowReader
 from wlb.reading.values import nothing, sequence_lengths
 

@@ -14,9 +14,9 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import error
 from wlb._seal import seal
-from wlb.filling import check_share
 from wlb.reading.documents import Piece
 from wlb.reading.reader import StepReader
+from wlb.reading.sizes import check_share
 from wlb.reading.state import SavedChain, field
 
 

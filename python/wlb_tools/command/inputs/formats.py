@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._rows import Reading, reading_of
+from wlb.reading.row_kinds import Reading, reading_of
 from wlb_tools.command.errors import CliError, first_line
 from wlb_tools.command.inputs.cells import (
     Wanted,
