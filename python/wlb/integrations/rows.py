@@ -89,7 +89,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         """The document, after a check that its length is that of the plan.
 
         Raises:
-            wlb.WlbError: It names the setting that changes lengths.
+            wlb.WlbError: it names the setting that changes lengths.
         """
         found = document["input_ids"].size
         if self._planned is None or found == self._planned[index]:
@@ -121,7 +121,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
     """One document, collated alone and without padding.
 
     Raises:
-        wlb.WlbError: It has no `input_ids`, or something that a packed row cannot express.
+        wlb.WlbError: it has no `input_ids`, or something that a packed row cannot express.
     """
     if isinstance(feature, Mapping) and "input_ids" not in feature:
         columns = ", ".join(map(repr, feature)) or "nothing"

@@ -28,7 +28,7 @@ def common_layout(layouts: Sequence[Layout], argument: str) -> Layout:
     """The columns of all documents of a micro-batch or step.
 
     Raises:
-        wlb.WlbError: A column has different shapes in documents; or a document lacks a column that others have and that
+        wlb.WlbError: a column has different shapes in documents; or a document lacks a column that others have and that
             has no default. Defaults are positions from 0 and weights of 1.
     """
     if not any(layouts):

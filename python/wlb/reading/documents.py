@@ -38,13 +38,13 @@ class Document:
 
     Attributes:
         tokens: int[n], anything that `collate` takes.
-        id: Number of the document in its data set.
-        start: Where `tokens` begins inside the document, in tokens.
-        next_token: The token that follows in the document; None at its end, or if it is not to be learnt. The last of
+        id: number of the document in its data set.
+        start: where `tokens` begins inside the document, in tokens.
+        next_token: the token that follows in the document; None at its end, or if it is not to be learnt. The last of
             `tokens` predicts it, so that a cut changes what tokens see, but not which tokens are learnt.
         labels: int[n], not shifted, as Hugging Face has them: what is to be predicted at each token's place, IGNORE
             where nothing is learnt, as in a prompt. None: all tokens are learnt.
-        columns: Further values of each token by name, numbers [..., n]: "position_ids", "loss_weights" (float, shifted:
+        columns: further values of each token by name, numbers [..., n]: "position_ids", "loss_weights" (float, shifted:
             factors of the loss of each token's prediction), "labels_ahead" (see `collate`), and the columns that a
             loader was asked to carry.
     """

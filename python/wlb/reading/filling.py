@@ -21,8 +21,8 @@ class Offer:
         starts: int [pieces], position of each piece in its document; None: all are whole documents.
         lengths: int64 [pieces], tokens.
         costs: float64 [pieces, columns], if documents bring their costs to the packer; else None.
-        more: Whether there are further pieces.
-        rest_waits: Whether pieces that do not enter now must make a step of their own later, for which a few tokens
+        more: whether there are further pieces.
+        rest_waits: whether pieces that do not enter now must make a step of their own later, for which a few tokens
             are not enough.
         early: int64 [pieces], iterations by which each piece comes before its turn; None: all come in order.
         numbers: int64 [pieces], numbers of the documents for the user's errors; None: as `ids`.
@@ -62,7 +62,7 @@ def next_packing(packer: Packer, source: Source, *, min_step_tokens: int) -> tup
         A copy of the waiting documents and one push; a few of both if many documents must be read.
 
     Raises:
-        WlbError: The packer refuses a document; its index is the number in `Offer.numbers`.
+        WlbError: the packer refuses a document; its index is the number in `Offer.numbers`.
     """
     extra = 0
     while True:

@@ -30,7 +30,7 @@ def split_row(row: Mapping[str, Any], argument: str, index: int) -> list[Mapping
     """A row of several documents (`seq_lengths`) as rows of one document each, with all columns of one value a token.
 
     Raises:
-        wlb.WlbError: Its lengths are not those of its tokens.
+        wlb.WlbError: its lengths are not those of its tokens.
     """
     if row.get("seq_lengths") is None:
         return [row]
@@ -100,7 +100,7 @@ class RowIndex:
             Every row is read; of Hugging Face's data sets that column alone, if all rows have it.
 
         Raises:
-            wlb.WlbError: The `seq_lengths` of a row are no integers from 1 on.
+            wlb.WlbError: the `seq_lengths` of a row are no integers from 1 on.
         """
         if not len(dataset) or not _has_several(dataset[0]):
             return None

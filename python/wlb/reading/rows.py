@@ -61,9 +61,9 @@ class RowReader:
     Any other column with numbers is an error that names it, unless it is one of `columns`.
 
     Attributes:
-        columns: Names of further columns that are carried: numbers [..., n] for each token, or one number for all
+        columns: names of further columns that are carried: numbers [..., n] for each token, or one number for all
             tokens of the row.
-        labels_ahead: How many tokens ahead every token predicts (`collate`).
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Raises:
         wlb.WlbError: `columns` is no sequence of names, or `labels_ahead` is below 1.
@@ -104,7 +104,7 @@ class RowReader:
         """Refuses unknown columns that the user did not ask for, and the lack of columns that the user asked for.
 
         Raises:
-            wlb.WlbError: Naming the first such column.
+            wlb.WlbError: naming the first such column.
         """
         if "input_ids" not in names:
             message = f"has no 'input_ids', but {', '.join(map(repr, names)) or 'nothing'}: {advice(names)}"
@@ -133,7 +133,7 @@ class RowReader:
             used: columns that only something else reads, such as a function of costs; they are not carried.
 
         Raises:
-            wlb.WlbError: The row cannot be read; the error names the column.
+            wlb.WlbError: the row cannot be read; the error names the column.
         """
         id = index if first_id is None else first_id
         if type(row) is np.ndarray and self.labels_ahead == 1 and not self.asked:
@@ -158,7 +158,7 @@ class RowReader:
         """The documents of a row as mappings of arrays with the same meaning, in as few columns as possible.
 
         Raises:
-            wlb.WlbError: As `documents`.
+            wlb.WlbError: as `documents`.
         """
         if "input_ids" in row:
             tokens_of(row, argument, index)  # raises if there are none
@@ -304,7 +304,7 @@ class _Row:
         """The tokens of the row without padding.
 
         Raises:
-            wlb.WlbError: The mask hides all tokens, or some between others.
+            wlb.WlbError: the mask hides all tokens, or some between others.
         """
         if "attention_mask" not in self._given:
             return slice(None)
@@ -344,7 +344,7 @@ class _Row:
         """The columns of one document without those that have the default meaning.
 
         Raises:
-            wlb.WlbError: Positions begin again, so there are several documents.
+            wlb.WlbError: positions begin again, so there are several documents.
         """
         positions = part.get("position_ids")
         if positions is not None and positions.ndim == 1:
@@ -361,7 +361,7 @@ class _Row:
         """Checks that a column describes a single document.
 
         Raises:
-            wlb.WlbError: It does not.
+            wlb.WlbError: it does not.
         """
         values = as_numpy(self._given[name])
         if name.startswith("cu_seq_lens"):

@@ -18,7 +18,7 @@ def batch_tokens(packer: Packer, tokens_per_batch: int | None) -> int:
     """Checks `tokens_per_batch`; None is the packer's.
 
     Raises:
-        wlb.WlbError: It is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps
+        wlb.WlbError: it is no integer from 1 on, or more than a step can train; or the packer bounds the work of steps
             relative to global batches of another size.
     """
     if tokens_per_batch is None:
@@ -41,7 +41,7 @@ def least_tokens(packer: Packer, tokens_per_batch: int, min_step_tokens: int | N
     """Checks `min_step_tokens`; None is a tenth of a global batch.
 
     Raises:
-        wlb.WlbError: It is no integer, below 0, or more than every packing can reach. (Documents of just over half of
+        wlb.WlbError: it is no integer, below 0, or more than every packing can reach. (Documents of just over half of
             `max_tokens` fill half of a step, and of an odd number of micro-batches one may stay empty. In a single
             micro-batch, a short document followed by one of `max_tokens` makes two steps.)
     """
@@ -59,7 +59,7 @@ def warn_of_long(name: str, length: int, tokens_per_batch: int) -> None:
     """Warns about a document that is longer than a global batch.
 
     Warns:
-        UserWarning: The document is longer.
+        UserWarning: the document is longer.
     """
     if length > tokens_per_batch:
         warn(
@@ -73,7 +73,7 @@ def check_ranks(packer: Packer, dp_size: int, argument: str) -> None:
     """Checks that a packer plans for this number of ranks, or for any number.
 
     Raises:
-        wlb.WlbError: It plans for another number.
+        wlb.WlbError: it plans for another number.
     """
     if packer.dp_size not in (None, dp_size):
         message = f"= {dp_size}: the packer plans for dp_size = {packer.dp_size}; make it for the ranks that train"
@@ -90,7 +90,7 @@ def check_share(packer: Packer, rank: int, ranks: int, *, names: tuple[str, str]
         names: of `rank` and `ranks`, for errors.
 
     Raises:
-        wlb.WlbError: There is no such rank; the ranks do not divide the packer's micro-batches, or are not its own.
+        wlb.WlbError: there is no such rank; the ranks do not divide the packer's micro-batches, or are not its own.
     """
     check_integer(names[1], ranks, minimum=1)
     check_integer(names[0], rank, minimum=0)
@@ -105,7 +105,7 @@ def check_max_early(max_early: int, packer: Packer) -> None:
     """Checks that documents may enter a packer this many iterations before their turn.
 
     Raises:
-        wlb.WlbError: It is no integer from 0 to 1024; or above 0 for a packer with queues or without a cost model.
+        wlb.WlbError: it is no integer from 0 to 1024; or above 0 for a packer with queues or without a cost model.
     """
     check_integer("max_early", max_early, minimum=0, maximum=1024)
     if max_early and (packer.release != "adaptive" or packer.cost_model is None):

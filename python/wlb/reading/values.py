@@ -18,7 +18,7 @@ def tokens_of(row: Any, argument: str, index: int) -> Any:
     """The tokens of a row as they are: of a mapping its `input_ids`, else the row itself. Their `len` is its length.
 
     Raises:
-        wlb.WlbError: There are none (null).
+        wlb.WlbError: there are none (null).
     """
     column = "input_ids" if isinstance(row, Mapping) else ""
     tokens = row["input_ids"] if column else row
@@ -65,7 +65,7 @@ def label_array(labels: Any, num_tokens: int, argument: str, index: int) -> NDAr
     """The labels of a document, not copied if possible.
 
     Raises:
-        wlb.WlbError: They are no integers, not as many as tokens, or negative without being IGNORE.
+        wlb.WlbError: they are no integers, not as many as tokens, or negative without being IGNORE.
     """
     flat = isinstance(labels, list | tuple) or getattr(labels, "ndim", 0) == 1
     if flat and len(labels) != num_tokens:
@@ -83,7 +83,7 @@ def column_array(values: Any, num_tokens: int, argument: str, name: str, index: 
     """The values of a column, int64 or float [..., tokens]; a single number is repeated for every token.
 
     Raises:
-        wlb.WlbError: They are no numbers, or not as many as tokens.
+        wlb.WlbError: they are no numbers, or not as many as tokens.
     """
     try:
         array = as_numpy(values)
@@ -105,7 +105,7 @@ def sequence_lengths(values: Any, argument: str, index: int) -> NDArray[np.int64
     """Tokens of each document of a row, int64 [documents].
 
     Raises:
-        wlb.WlbError: They are no integers from 1 on.
+        wlb.WlbError: they are no integers from 1 on.
     """
     lengths = token_array(values, f"{argument}.seq_lengths", index)
     if (lengths < 1).any():
@@ -132,7 +132,7 @@ def integer(value: Any, argument: str, name: str, index: int) -> int:
     """An integer property of the document at `index`.
 
     Raises:
-        wlb.WlbError: It is no integer, below 0, or beyond int64.
+        wlb.WlbError: it is no integer, below 0, or beyond int64.
     """
     try:
         number = operator.index(value)
@@ -158,7 +158,7 @@ def as_arrays(document: Document, argument: str, index: int) -> Document:
     """A document with its tokens and labels as arrays; see `as_document`.
 
     Raises:
-        wlb.WlbError: As `token_array`, `label_array` and `column_array`.
+        wlb.WlbError: as `token_array`, `label_array` and `column_array`.
     """
     tokens, labels = token_array(document.tokens, argument, index), document.labels
     if tokens is document.tokens and labels is None and not document.columns:

@@ -179,7 +179,7 @@ class Planner:
         """Whether a checkpoint is of other documents, and `ignore_data_skip` says that the data begin anew.
 
         Raises:
-            wlb.WlbError: It is of other documents, and `ignore_data_skip` does not say so.
+            wlb.WlbError: it is of other documents, and `ignore_data_skip` does not say so.
         """
         wrong = "" if resumed.state is None else plan.sampler().other_documents(resumed.state)
         if wrong and not self.given(trainer, "ignore_data_skip"):

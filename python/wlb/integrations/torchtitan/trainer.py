@@ -74,7 +74,7 @@ class BalancedTrainer(_Trainer):
         """Checks that the data are at the trainer's step. Called once the checkpoint is loaded.
 
         Raises:
-            wlb.WlbError: They are not.
+            wlb.WlbError: they are not.
         """
         if data_iterable is self._wlb_loader:
             self._wlb_loader.check_begin(self.step)

@@ -83,7 +83,7 @@ def collate(
         The batch, in ordinary memory of the CPU: a `ForestBatch` with a forest, else a `PackedBatch`.
 
     Raises:
-        wlb.WlbError: An argument is invalid; names the document. Documents are not those of the micro-batch. With a
+        wlb.WlbError: an argument is invalid; names the document. Documents are not those of the micro-batch. With a
             forest: tokens that the forest shares differ (names the sample and the token); a sample is a piece of a
             document, or has columns, which nodes do not have; labels are not the tokens; `strategy`, `causal`,
             `document_ids`, `token_buckets`, `max_documents`, `columns`, `labels_ahead` or further arguments are given.

@@ -49,7 +49,7 @@ class Documents(Dataset[Document]):
         """Reads the first row, whose columns are most likely those of all, so that a run fails before it begins.
 
         Raises:
-            wlb.WlbError: As `wlb.torch.RowReader`.
+            wlb.WlbError: as `wlb.torch.RowReader`.
         """
         if len(self.dataset):
             self[0]
@@ -75,7 +75,7 @@ class Documents(Dataset[Document]):
         """The document, or the piece of it.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does, so the plan had another length. Or it has not as many
+            wlb.WlbError: the document ends before the piece does, so the plan had another length. Or it has not as many
                 labels as tokens, or as `wlb.torch.RowReader`.
         """
         [row] = self._rows_of([index])
@@ -153,7 +153,7 @@ def measured(
         labels_ahead: as `Documents` takes it.
 
     Raises:
-        wlb.WlbError: The data set has no length, like a stream, or is empty; the number of lengths is not that of
+        wlb.WlbError: the data set has no length, like a stream, or is empty; the number of lengths is not that of
             documents; its first row cannot be read.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

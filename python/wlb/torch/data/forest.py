@@ -46,9 +46,9 @@ class ForestBatch:
         sample_of: int64 [predictions]: its sample, as an index into `document_ids`.
         sample_positions: int64 [predictions]: position in its sample of the predicted token.
         document_ids: int64 [samples]: their numbers in the plan.
-        shard: The places of the tokens on all context-parallel ranks.
-        cp_rank: The rank whose tokens these are.
-        num_valid_tokens: Predictions that count, of all samples and context-parallel ranks together, as many as without
+        shard: the places of the tokens on all context-parallel ranks.
+        cp_rank: the rank whose tokens these are.
+        num_valid_tokens: predictions that count, of all samples and context-parallel ranks together, as many as without
             sharing.
     """
 
@@ -99,7 +99,7 @@ class ForestBatch:
             ranks only the predictions of this rank: sums over ranks are those of the micro-batch.
 
         Raises:
-            wlb.WlbError: The number of values is not that of edges.
+            wlb.WlbError: the number of values is not that of edges.
         """
         edges = self.edge_rows.numel()
         if values.ndim < 1 or values.shape[0] != edges:

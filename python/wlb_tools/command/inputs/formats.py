@@ -382,7 +382,7 @@ def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     """Reads a .npy file; with `mapped`, numbers stay in the file until they are used.
 
     Raises:
-        CliError: There is no such file, or it is no array.
+        CliError: there is no such file, or it is no array.
     """
     if not path.is_file():
         raise CliError(f"{path}: no such file")
