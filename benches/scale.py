@@ -355,7 +355,8 @@ def page(record: Row) -> str:
         "**Real**, CPU time of one core, as every rank makes the same plan. `Packer.push` has 8 micro-batches a rank",
         "and 10 documents in each; Dynamic-CP has 32 documents a rank and 8 stages. Its exchange is free at first, and",
         "then costs, for each token, 7 millionths of a document of 8,192 tokens. Each plan's step is compared",
-        f"with its `lower_bound`. Measured {planned['time'][:10]} on {described(planned)}, commit {planned['commit']}.",
+        "with its `lower_bound`.",
+        f"Measured {planned['time'][:10]} on {described(planned)}, commit {planned['commit']}.",
         "",
         *markdown(plans),
         "",
@@ -377,7 +378,7 @@ def main() -> None:
     arguments = parse(parser)
     show = Console(stderr=True).print
     if arguments.planning:
-        record = json.loads(arguments.record.read_text())
+        record: Row = json.loads(arguments.record.read_text())
         record |= measure_planning(show)
         write_record(arguments.record, rounded(record))
         arguments.page.write_text(page(record))
@@ -386,7 +387,7 @@ def main() -> None:
     for row in lost_ranks():  # first: processes are forked before there are threads
         show(row)
         lost.append(row)
-    record: Row = {"machine": machine(["torch"]), "lost": lost, "faked": []}
+    record = {"machine": machine(["torch"]), "lost": lost, "faked": []}
     for size in WORLDS:
         record["faked"].append(faked_start(size))
         show(record["faked"][-1])
