@@ -92,8 +92,8 @@ impl<'a> FirstFit<'a> {
         Self { problem, seconds, sizes: Vec::new(), places: Vec::new() }
     }
 
-    /// What `take` returns for the first group for which it returns something. It is asked in vain for few groups, and
-    /// never for one in which the document finds no room, or takes too long even on the cheapest ranks.
+    /// What `take` returns for the first group for which it returns something. It is asked only for groups in which the
+    /// document finds room and time, up to rounding.
     pub(super) fn first<T>(&self, document: &Load, mut take: impl FnMut(usize) -> Option<T>) -> Option<T> {
         let mut found: Option<(u32, T)> = None;
         for size in &self.sizes {

@@ -34,10 +34,11 @@ use super::simulate;
 /// # Complexity
 /// For `n` documents, `p` stages of `v` parts and `m` micro-batches: O(n log world_size + p v m) for each of about a
 /// dozen numbers of micro-batches (several times as many attempts if exchange costs, all but four of them for a sample
-/// of the documents if these are very many), and O(p v m world_size) to simulate the best. If exchange costs and documents' costs do not follow their lengths, a logarithm of the groups
-/// more for each document. In a world that is no power of two, up to O(n m log world_size) instead, and O(n m
-/// world_size) if memory binds, but usually far less. Twice that if groups may have any size. At most 16 documents on
-/// at most 64 ranks take one more search of a fixed amount of work.
+/// of the documents if these are very many), and O(p v m world_size) to simulate the best. If exchange costs and
+/// documents' costs do not follow their lengths, a logarithm of the groups more for each document. In a world that is
+/// no power of two, up to O(n m log world_size) instead, and O(n m world_size) if memory binds, but usually far less.
+/// Twice that if groups may have any size. At most 16 documents on at most 64 ranks take one more search of a fixed
+/// amount of work.
 ///
 /// # Example
 /// ```
