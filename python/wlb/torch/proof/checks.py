@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -33,6 +33,7 @@ class Check:
         error: Relative difference of both.
         allowed: Largest allowed difference.
         fix: What is wrong and what to do; empty if nothing is.
+        can_tell: Whether a fault would differ by more than is allowed.
     """
 
     name: str
@@ -41,11 +42,19 @@ class Check:
     error: float
     allowed: float
     fix: str = ""
+    can_tell: bool = True
+
+    @property
+    def verdict(self) -> Literal["passed", "wrong", "could not tell"]:
+        """`wrong` if the difference is not allowed; `could not tell` if a fault would be allowed too."""
+        if not self.error <= self.allowed:
+            return "wrong"
+        return "passed" if self.can_tell else "could not tell"
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is allowed."""
-        return self.error <= self.allowed
+        """Whether the difference is allowed, and a fault would not be."""
+        return self.verdict == "passed"
 
 
 def documents(step: AnyStep, ranks: Ranks) -> Check:

@@ -27,6 +27,11 @@ class Precision:
         model: all parts of the model on this rank.
         stages: the pipeline stages that hold these parts, if there are any.
         dtype: what the model computes in, if that is coarser than its parameters; None if nobody says.
+
+    Attributes:
+        is_float32: Whether the model trains in float32 or finer.
+        has_float32: Whether `float32` can run rows of several documents.
+        has_float32_alone: Whether `float32` can run a document alone.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Any], dtype: torch.dtype | None) -> None:
@@ -35,10 +40,11 @@ class Precision:
         self._half = [each for each in [*model.parameters(), *model.buffers()] if _is_coarse(each.dtype)]
         self._policies = [each for each in model.modules() if isinstance(each, fsdp2()) and _policy(each).param_dtype]
         self._flat = [each for each in model.modules() if isinstance(each, fsdp1()) and _mixed(each)]
-        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one. And some models
-        # know documents by flash attention alone, which has no float32.
+        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one.
+        self.has_float32_alone = (dtype is None or dtype.itemsize > 1) and not self._flat
+        # Some models know the documents of a row by flash attention alone, which has no float32.
         by_flash = bool(_flash_configs(model)) and bool(unplaced_masks(model, flash=True))
-        self.has_float32 = (dtype is None or dtype.itemsize > 1) and not self._flat and not by_flash
+        self.has_float32 = self.has_float32_alone and not by_flash
         self.is_float32 = not (self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype)))
         self._in_float32 = False
         self._is_ddp = any(isinstance(each, DistributedDataParallel) for each in model.modules())

@@ -285,6 +285,21 @@ def teaching_nothing(document: Document) -> Document:
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
 
 
+def moved_on(documents: Sequence[Document]) -> list[Document]:
+    """Documents whose positions begin where the shortest document ends, but for the longest.
+
+    The longest document may already have all positions that the model knows.
+    """
+    sizes = [len(each) for each in documents]
+    longest = sizes.index(max(sizes)) if sizes else 0
+    result = []
+    for place, each in enumerate(documents):
+        positions = each.columns.get("position_ids", torch.arange(len(each)))
+        moved = positions if place == longest else positions + min(sizes)
+        result.append(replace(each, columns=dict(each.columns) | {"position_ids": moved}))
+    return result
+
+
 def _key(step: PackedStep, place: int) -> Key:
     """Names a micro-batch of the whole step. The ranks that share the micro-batch give it the same name."""
     if isinstance(step, DynamicCpStep):
