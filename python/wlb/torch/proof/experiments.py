@@ -71,9 +71,9 @@ _HALVES = (
 )
 _COMPANY = (
     "trains something else where documents share a row, though none sees another ({}, {:.1e} apart in {}): positions "
-    "go on over the row, a scale follows the row's length, or labels are shifted over the borders of documents. Give it "
-    "the batch's position_ids, which begin anew in every document, and the batch's labels, which are shifted; do not "
-    "make positions from the number of tokens"
+    "go on over the row, a scale follows the row's length, or labels are shifted over the borders of documents. Give "
+    "it the batch's position_ids, which begin anew in every document, and the batch's labels, which are shifted; do "
+    "not make positions from the number of tokens"
 )
 _UNTOLD = (
     "computes in a precision that the proof cannot leave, in which it could not tell whether positions begin anew in "
