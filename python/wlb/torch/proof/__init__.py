@@ -13,10 +13,8 @@ from torch import nn
 from wlb._errors import error
 from wlb._shown import explained
 from wlb._warned import warn
-from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.groups import ranks_of_step
-from wlb.torch.layers import against_forests, against_packing, limit_of, special_tokens
 from wlb.torch.proof import checks as data
 from wlb.torch.proof.alone import Alone, Model, logits_alone
 from wlb.torch.proof.checks import Check
@@ -24,8 +22,7 @@ from wlb.torch.proof.experiments import Experiments, Train
 from wlb.torch.proof.look import look
 from wlb.torch.proof.precision import Precision
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import Short, longest_of
-from wlb.torch.proof.short_forest import ShortForest
+from wlb.torch.proof.short_forest import shortened
 from wlb.torch.proof.still import still
 from wlb.torch.training import AnyStep, train_step
 
@@ -167,16 +164,8 @@ def verify(
     if weight is None:
         raise error("model", "has no weights, so that nothing could be proved")
     ranks = Ranks(group, whole, weight.device)
-    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
-    if of_forest and (wrong := "".join(ranks.gathered_of_parts("".join(map(against_forests, parts))))):
-        raise error("model", wrong)
-    run_alone = logits_alone if alone is None or isinstance(alone, str) else alone
-    (longest,) = map(int, ranks.largest(longest_of(step)))
-    if wrong := next(
-        filter(None, ranks.gathered_of_parts("".join(against_packing(part, longest) for part in parts))), ""
-    ):
-        raise error("model", wrong)
-    of_model = Model(model, ranks, run_alone)
+    data.configuration(parts, step, ranks)
+    of_model = Model(model, ranks, logits_alone if alone is None or isinstance(alone, str) else alone)
     if any(parameter.grad is not None for parameter in of_model.parameters):
         raise error("model", "has gradients: verify before the first step, or after zero_grad()")
     data.check_numbers(of_model.whole, ranks)
@@ -184,8 +173,7 @@ def verify(
     checks = [replace(check, error=ranks.largest(check.error)[0]) for check in checks]
     if not all(check.passed for check in checks):  # further checks would hang, or compare different models
         return _reported(checks, report)
-    made: Any = ShortForest if of_forest else Short
-    short = made(step, ranks, limit=limit_of(parts), special=special_tokens(parts), whole=bool(stages))
+    short = shortened(step, ranks, parts, whole=bool(stages))
     if not short.count():
         raise error("step", "has no label that counts, so that nothing could be proved: verify with another one")
     train = train or (lambda of: train_step(of_model.whole, of, group=group, accelerator=accelerator, verify=False))

@@ -16,8 +16,10 @@ from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
+from wlb.torch.layers import against_forests, against_packing
 from wlb.torch.lazy import dtensor, fsdp1, local
 from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import longest_of
 from wlb.torch.tied import is_tied
 from wlb.torch.training import AnyStep
 
@@ -57,6 +59,20 @@ class Check:
         return self.verdict == "passed"
 
 
+def configuration(parts: Sequence[nn.Module], step: AnyStep, ranks: Ranks) -> None:
+    """Refuses a model whose configuration cannot keep the documents of this step apart.
+
+    Raises:
+        wlb.WlbError: it names the layer or the setting, and the way out; the same on all ranks.
+    """
+    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
+    (longest,) = map(int, ranks.largest(longest_of(step)))
+    wrong = [(against_forests(part) if of_forest else "") or against_packing(part, longest) for part in parts]
+    for found in ranks.gathered_of_parts("".join(wrong)):
+        if found:
+            raise error("model", found)
+
+
 def documents(step: AnyStep, ranks: Ranks) -> Check:
     """Compares the documents of all ranks with the plan. Each part of the step must be on one rank."""
     if isinstance(step, DynamicCpStep):
@@ -71,10 +87,6 @@ def documents(step: AnyStep, ranks: Ranks) -> Check:
             wrong += not same or batch.shard.num_tokens < part.tokens
         else:
             wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], part.lengths)
-    return _check_documents(step, ranks, wrong)
-
-
-def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
     every = ranks.gathered(
         ((step.number, step.plan.digest(), getattr(step, "content", None)), step.parts.tolist(), wrong)
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -18,12 +17,11 @@ from wlb.torch.boundaries import unplaced_masks
 from wlb.torch.gradients import check_wrappers, exchanges_gradients, unwrapped
 from wlb.torch.layers import adds_up_others
 from wlb.torch.lazy import local
-from wlb.torch.proof.alone import Gradients, Model
+from wlb.torch.proof.alone import Model, Outcome
 from wlb.torch.proof.checks import Check
 from wlb.torch.proof.precision import EPS, Precision
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import Change, Document, Short, moved_on, teaching_nothing
-from wlb.torch.proof.short_forest import ShortForest
+from wlb.torch.proof.short import Change, Document, Documents, moved_on, teaching_nothing
 from wlb.torch.proof.still import Still, look_along_rows
 
 Train = Callable[[Any], Any]
@@ -107,19 +105,6 @@ _EVALUATED = (
 )
 
 
-@dataclass
-class Outcome:
-    """What a step gave.
-
-    Attributes:
-        loss: The mean loss, or None if the loop returns none.
-        gradients: One for each parameter, 0 where the model has none.
-    """
-
-    loss: float | None
-    gradients: Gradients
-
-
 @dataclass(frozen=True)
 class Apart:
     """The difference of two outcomes, equal on all ranks.
@@ -165,7 +150,7 @@ class Experiments:
 
     model: Model
     train: Train
-    short: Short | ShortForest
+    short: Documents
     ranks: Ranks
     kept: Still
     precision: Precision
@@ -183,7 +168,7 @@ class Experiments:
         yield from self._finite(whole)
         yield self.others()
         exact = self.precision.is_float32 or not self.precision.has_float32
-        with nullcontext() if exact else self.precision.float32():
+        with self.precision.finest():
             precise = whole if exact else self._run()
             allowed, moved = (ALLOWED, None) if self.precision.has_float32 else self._coarse(whole)
             yield self._halves(precise, allowed)
@@ -213,7 +198,7 @@ class Experiments:
             if apart.is_none:
                 continue
             rule = "in float32"
-            with self._float32():
+            with self.precision.finest():
                 apart = self._others(parity)
                 again = self._apart(self._run(_every_second(parity)), self._run(_every_second(parity)))
                 rounds = not again.is_none or any(map(adds_up_others, self.model.whole.modules()))
@@ -225,9 +210,6 @@ class Experiments:
             most = max(most, apart.largest)
         return Check("others", f"the same {rule}", "the same", most, _ROUNDED if rule == "in float32" else 0.0)
 
-    def _float32(self) -> AbstractContextManager[None]:
-        return self.precision.float32() if self.precision.has_float32 else nullcontext()
-
     def _others(self, parity: int) -> Apart:
         before = self._run(_every_second(parity))
         after = self._run(_every_second(parity), lambda place: place % 2 != parity)
@@ -238,10 +220,11 @@ class Experiments:
         of, to = "other documents", "a document"
         size = self.short.most_documents
         for kept in range(size):
-            before = self._run(_alone_of(kept)) if self.short.count(_alone_of(kept)) else None
+            of_one = _labels_of(kept.__eq__)
+            before = self._run(of_one) if self.short.count(of_one) else None
             for changed in range(size):
                 if before is not None and changed != kept:
-                    found = self._apart(self._run(_alone_of(kept), changed.__eq__), before)
+                    found = self._apart(self._run(of_one, changed.__eq__), before)
                     if max(found.largest, found.losses) > allowed:
                         apart, of, to = found, f"document {changed} of a micro-batch", f"document {kept}"
         names = self._of_parts(look_along_rows(self.model.whole))
@@ -338,8 +321,7 @@ class Experiments:
     def _evaluation(
         self, evaluate: Callable[[Any], Any], whole: Outcome, expected: Outcome | None, allowed: float
     ) -> Check:
-        exact = self.precision.is_float32 or not self.precision.has_float32
-        with nullcontext() if exact else self.precision.float32(), torch.no_grad():
+        with self.precision.finest(), torch.no_grad():
             found = float(evaluate(self.short.step()))
         self.kept.restored()
         mean = whole.loss if expected is None else expected.loss
@@ -411,9 +393,9 @@ class Experiments:
             return self._rows_of_their_own(like, change)
         rows = [replace(row, documents=tuple(change(row.documents))) for row in self.short.rows]
         with torch.enable_grad():
-            loss, gradients = self.model.alone(rows)
+            found = self.model.alone(rows)
         self.kept.restored()
-        return Outcome(loss, gradients)
+        return found
 
     def _rows_of_their_own(self, like: Outcome, change: Change = list) -> Outcome:
         """As many steps as rows have documents, each with one document of every micro-batch, added up."""
@@ -463,7 +445,7 @@ class Experiments:
         first, second = self.ranks.sums_of_parts(*sums)
         return first, second
 
-    def _length(self, gradients: Gradients) -> float:
+    def _length(self, gradients: Sequence[Tensor]) -> float:
         return math.sqrt(self._totals((_square(each), 0.0) for each in gradients)[0])
 
     def _factor(self, found: Outcome, expected: Outcome) -> float:
@@ -489,22 +471,17 @@ def _divisor(factor: float, size: int) -> str:
     )
 
 
+def _labels_of(keeps: Callable[[int], bool]) -> Change:
+    """Takes the labels of all documents away but of those whose places in their micro-batch are kept."""
+
+    def change(documents: Sequence[Document]) -> list[Document]:
+        return [each if keeps(place) else teaching_nothing(each) for place, each in enumerate(documents)]
+
+    return change
+
+
 def _every_second(parity: int) -> Change:
-    """Takes the labels of all other documents away."""
-
-    def change(documents: Sequence[Document]) -> list[Document]:
-        return [each if place % 2 == parity else teaching_nothing(each) for place, each in enumerate(documents)]
-
-    return change
-
-
-def _alone_of(kept: int) -> Change:
-    """Takes the labels of all documents away but of one."""
-
-    def change(documents: Sequence[Document]) -> list[Document]:
-        return [each if place == kept else teaching_nothing(each) for place, each in enumerate(documents)]
-
-    return change
+    return _labels_of(lambda place: place % 2 == parity)
 
 
 def _only(place: int, before: Change) -> Change:

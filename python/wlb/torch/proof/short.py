@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -83,7 +84,45 @@ class Row:
     paths: tuple[Tensor, ...] = ()
 
 
-class Short:
+class Documents(ABC):
+    """What short steps of documents and of forests have in common.
+
+    Attributes:
+        documents: Short documents of each micro-batch, as the loop gets them.
+        rows: The same micro-batches for the reference.
+        mean: Over what the step of a round takes its mean; empty for other steps.
+    """
+
+    documents: dict[Any, list[Document]]
+    rows: Sequence[Row]
+    mean: str = ""
+
+    @abstractmethod
+    def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> Any:
+        """This rank's part of the step, after `change` of the documents of each micro-batch.
+
+        Args:
+            change: makes other documents of those of a micro-batch.
+            other: whether a document, named by its place in the micro-batch, gets other tokens. Of a forest, tokens of
+                paths without other tokens stay. Labels of changed documents must be gone.
+        """
+
+    def count(self, change: Change = list) -> int:
+        """Labels of the whole step, after `change` of the documents of each micro-batch."""
+        return sum(each.num_labels for documents in self.documents.values() for each in change(documents))
+
+    @property
+    def most_documents(self) -> int:
+        """Documents of the micro-batch with the most."""
+        return max(map(len, self.documents.values()), default=0)
+
+    @property
+    def divided(self) -> bool:
+        """Whether several context-parallel ranks share a micro-batch."""
+        return any(row.shard.cp_size > 1 for row in self.rows)
+
+
+class Short(Documents):
     """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
     Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the
@@ -94,8 +133,8 @@ class Short:
     Args:
         step: this rank's part of the step.
         ranks: the ranks that share it.
-        limit: tokens, such as those of a window of attention.
         special: tokens that stand for something, and are never put in the place of another.
+        limit: tokens, such as those of a window of attention.
         whole: whether all micro-batches are needed, as by schedules of pipelines; else two of a rank are enough.
     """
 
@@ -103,9 +142,9 @@ class Short:
         self,
         step: PackedStep,
         ranks: Ranks,
+        special: frozenset[int] = frozenset(),
         *,
         limit: int = 0,
-        special: frozenset[int] = frozenset(),
         whole: bool = True,
     ) -> None:
         is_cut = isinstance(step, Step) and not whole and len(step.micro_batches) > _MICRO_BATCHES
@@ -128,9 +167,7 @@ class Short:
             )
             for key in labelled
         }
-        self.documents: dict[Key, list[Document]] = {
-            key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
-        }
+        self.documents = {key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)}
         for theirs in ranks.gathered([(key, _inside(batch, cuts[key])) for key, batch in self._mine]):
             for key, parts in theirs:
                 found = self.documents[key]
@@ -140,8 +177,6 @@ class Short:
                 if not goes_on:
                     document.labels[-1:] = IGNORE
         expected: Mapping[Key, Sequence[Document]] = self.documents
-        self.mean = ""
-        """Over what the step of a round takes its mean; empty for other steps."""
         if isinstance(step, Step) and step.mean is not None:
             self.mean = step.mean.mean
             samples = {
@@ -155,27 +190,8 @@ class Short:
         self._step = _of(self.documents, step, [key for key, _ in self._mine]) if is_cut else step
         self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
 
-    def count(self, change: Change = list) -> int:
-        """Labels of the whole step, after `change` of the documents of each micro-batch."""
-        return sum(each.num_labels for documents in self.documents.values() for each in change(documents))
-
-    @property
-    def most_documents(self) -> int:
-        """Documents of the micro-batch with the most."""
-        return max(map(len, self.documents.values()), default=0)
-
-    @property
-    def divided(self) -> bool:
-        """Whether several context-parallel ranks share a micro-batch."""
-        return any(size > 1 for size in self._cp_sizes.values())
-
     def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> PackedStep:
-        """This rank's part of the step, after `change` of the documents of each micro-batch.
-
-        Args:
-            change: makes other documents of those of a micro-batch.
-            other: whether a document, named by its place in the micro-batch, gets other tokens. Its labels stay.
-        """
+        """This rank's part of the step, in packed rows."""
         changed = {key: list(change(documents)) for key, documents in self.documents.items()}
         if other is not None:
             changed = {
