@@ -38,30 +38,31 @@ def verdict(verify: Callable[[], wt.Proof]) -> str:
     return found
 
 
-def decoder(rank: int, dtype: torch.dtype | None, places: float, own: bool) -> str:
+def decoder(rank: int, dtype: torch.dtype | None, places: float, how: Any, own: bool) -> str:
     """A decoder whose absolute positions count for little."""
     mesh = wt.build_mesh(dp=1, device_type="cpu")
     model = Decoder(std=0.2, own=own)
     model.places.requires_grad_(False).weight.data *= places
     loop = Loop(model, mesh)
-    return verdict(
-        lambda: wt.verify(model, step_of(mesh, 0), train=loop, alone=alone, group=loop.share, dtype=dtype, report=None)
-    )
+    more: Any = {"alone": how, "group": loop.share, "dtype": dtype, "report": None}
+    return verdict(lambda: wt.verify(model, step_of(mesh, 0), train=loop, **more))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "places", "right", "wrong"),
+    ("dtype", "places", "how", "right", "wrong"),
     [
-        (torch.float8_e4m3fn, 1.0, "passed", "where documents share a row"),
-        (torch.float8_e4m3fn, 0.1, "could not tell", "could not tell"),
-        (None, 0.1, "passed", "where documents share a row"),
+        (torch.float8_e4m3fn, 1.0, alone, "passed", "where documents share a row"),
+        (torch.float8_e4m3fn, 1.0, "rows", "passed", "where documents share a row"),
+        (torch.float8_e4m3fn, 0.1, alone, "could not tell", "could not tell"),
+        (torch.float8_e4m3fn, 0.1, "rows", "could not tell", "could not tell"),
+        (None, 0.1, alone, "passed", "where documents share a row"),
     ],
 )
 def test_positions_that_8_bits_cannot_see_are_not_passed(
-    dtype: torch.dtype | None, places: float, right: str, wrong: str
+    dtype: torch.dtype | None, places: float, how: Any, right: str, wrong: str
 ) -> None:
     for own, expected in ((False, right), (True, wrong)):
-        (found,) = processes.run(1, decoder, dtype, places, own)
+        (found,) = processes.run(1, decoder, dtype, places, how, own)
         assert expected in found
 
 

@@ -174,7 +174,7 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def _batch(document: Document) -> PackedBatch:
-    return PackedBatch.of(
+    batch = PackedBatch.of(
         document.tokens,
         document.labels,
         document_ids=[0],
@@ -183,3 +183,4 @@ def _batch(document: Document) -> PackedBatch:
         num_valid_tokens=document.num_labels,
         columns=document.columns,
     )
+    return replace(batch, position_ids=batch.position_ids + document.moved)

@@ -41,12 +41,14 @@ class Document:
         labels: int64 [tokens]: what each token predicts, or IGNORE.
         columns: Further values of each token by name, [..., tokens]. A document's own position ids are one of them.
         share: What the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
+        moved: Tokens by which its positions are shifted.
     """
 
     tokens: Tensor
     labels: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     share: float | None = None
+    moved: int = 0
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -213,10 +215,11 @@ class Short(Documents):
 
     def _batch(self, key: Key, like: PackedBatch, documents: Sequence[Document]) -> PackedBatch:
         shard, whole = self._shard(key, documents), joined(documents)
-        own = whole[torch.from_numpy(shard.rank(like.cp_rank).token_indices.astype(np.int64))]
+        mine = torch.from_numpy(shard.rank(like.cp_rank).token_indices.astype(np.int64))
+        own = whole[mine]
         entries = like.cu_seqlens.numel()
         fixed = entries > like.shard.lengths.size + 1 and entries > len(documents)
-        return PackedBatch.of(
+        batch = PackedBatch.of(
             own.tokens,
             own.labels,
             document_ids=list(range(len(documents))),
@@ -227,6 +230,9 @@ class Short(Documents):
             cu_seqlens_size=entries if fixed else None,
             columns=own.columns,
         )
+        moved = torch.tensor([each.moved for each in documents], dtype=torch.int64)
+        moved = moved.repeat_interleave(torch.from_numpy(shard.lengths.astype(np.int64)))
+        return replace(batch, position_ids=batch.position_ids + moved[mine])
 
 
 class Other:
@@ -308,12 +314,7 @@ def moved_on(documents: Sequence[Document]) -> list[Document]:
     """
     sizes = [len(each) for each in documents]
     longest = sizes.index(max(sizes)) if sizes else 0
-    result = []
-    for place, each in enumerate(documents):
-        positions = each.columns.get("position_ids", torch.arange(len(each)))
-        moved = positions if place == longest else positions + min(sizes)
-        result.append(replace(each, columns=dict(each.columns) | {"position_ids": moved}))
-    return result
+    return [replace(each, moved=0 if place == longest else min(sizes)) for place, each in enumerate(documents)]
 
 
 def _key(step: PackedStep, place: int) -> Key:
