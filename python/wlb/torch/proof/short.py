@@ -181,10 +181,11 @@ class Short(Documents):
         expected: Mapping[Key, Sequence[Document]] = self.documents
         if isinstance(step, Step) and step.mean is not None:
             self.mean = step.mean.mean
-            samples = {
-                key: _numbers(step, key)[np.searchsorted(np.cumsum(lengths[key]), starts, side="right")]
-                for key, starts in {key: [start for start, *_ in cuts[key]] for key in self.documents}.items()
-            }
+            packing: Any = step.packing
+            samples = {}  # their numbers in the round
+            for key in self.documents:
+                of_cuts = np.searchsorted(np.cumsum(lengths[key]), [start for start, *_ in cuts[key]], side="right")
+                samples[key] = packing[key[1]].document_ids[of_cuts]
             expected, self.documents = _of_round(self.documents, samples, step.mean)
         self.rows = [
             Row(tuple(documents), self._shard(key, documents), self._first[key]) for key, documents in expected.items()
@@ -277,13 +278,6 @@ def _of(documents: Mapping[Key, Sequence[Document]], step: Any, mine: Sequence[K
     places = {key: place for place, key in enumerate(documents)}
     result: Step[Any] = replace(step, packing=packing, indices=np.array([places[key] for key in mine], np.int64))
     return result
-
-
-def _numbers(step: Step[Any], key: Key) -> NDArray[np.int64]:
-    """Numbers in their round of the samples of a micro-batch."""
-    packing: Any = step.packing
-    numbers: NDArray[np.int64] = packing[key[1]].document_ids
-    return numbers
 
 
 def longest_of(step: Any) -> int:
