@@ -70,7 +70,7 @@ def run(name: str, dtype: torch.dtype, check: str) -> Row:
 
 
 def rows() -> Iterator[Row]:
-    cases = [(name, dtype, check) for name in MODELS for dtype in (torch.float32, torch.bfloat16) for check in CHECKS]
+    cases = [(name, dtype, check) for dtype in (torch.float32, torch.bfloat16) for name in MODELS for check in CHECKS]
     with bars() as progress:
         for name, dtype, check in progress.track(cases, description="first steps"):
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -97,9 +97,11 @@ def table(found: list[Row]) -> Table:
 
 def main() -> None:
     arguments = parse(options(__doc__, record="verification.json"))
-    found = list(rows())
+    about, found = machine(["torch", "transformers"]), []
+    for row in rows():  # a run that is stopped keeps what it has measured
+        found.append(row)
+        write_record(arguments.record, rounded({"machine": about, "rows": found}))
     tables(120).print(table(found))
-    write_record(arguments.record, rounded({"machine": machine(), "rows": found}))
 
 
 if __name__ == "__main__":
