@@ -17,10 +17,11 @@ SOURCES = sorted(
     for file in (ROOT / room).rglob("*.py*")
     if file.suffix in (".py", ".pyi")
 )
-SECTION = re.compile(r"(Args|Attributes|Example|Examples|Raises|Returns|Yields):")
+SECTION = re.compile(r"(Args|Attributes|Complexity|Example|Examples|Raises|Returns|Warns|Yields):")
+LISTS = ("Args", "Attributes", "Raises", "Warns")
 ARGUMENT = re.compile(r"    [\w*`., ]+?: (.)([a-z']*)(?![\w/`.-])")
 # Words that have a capital letter wherever they stand.
-NAMES = {"Hugging", "Lightning", "Megatron", "None", "Plotly", "Python", "True", "False"}
+NAMES = {"Arrow", "Hugging", "Lightning", "Megatron", "None", "Plotly", "Python", "True", "False"}
 
 
 @functools.cache
@@ -48,14 +49,14 @@ def lonely(lines: list[str]) -> Iterator[str]:
 
 
 def capitals(lines: list[str]) -> Iterator[str]:
-    """Descriptions of arguments that begin with a capital letter, of a word that is no name."""
+    """Descriptions of arguments, attributes and errors that begin with a capital letter, of a word that is no name."""
     section = ""
     for line in lines:
         if line and not line.startswith(" "):
             heading = SECTION.fullmatch(line)
             section = heading[1] if heading else ""
         found = ARGUMENT.match(line)
-        if section == "Args" and found and found[1].isupper():
+        if section in LISTS and found and found[1].isupper():
             word = (found[1] + found[2]).split("'")[0]
             if word not in NAMES:
                 yield line.strip()
@@ -66,6 +67,7 @@ def capitals(lines: list[str]) -> Iterator[str]:
     [
         (["A.", "", "Args:", "    a: the first.", "    b: None is all. JSON.", "    c: JSON values."], [], []),
         (["A.", "", "Args:", "    a: The first.", "", "Returns:", "    b: The second."], [], ["a: The first."]),
+        (["A.", "", "Attributes:", "    a: The first.", "", "Raises:", "    E: it is."], [], ["a: The first."]),
         ([f"A {'long ' * 20}line", "that", "goes on."], ["that"], []),
         ([f"A {'long ' * 20}line", "that.", "", "Goes on."], [], []),
     ],

@@ -19,7 +19,7 @@ MODULES = (
     "wlb",
     "wlb.models",
     "wlb.ledger",
-    "wlb.filling",
+    "wlb.reading.filling",
     "wlb.timings",
     "wlb.torch",
     "wlb_tools",

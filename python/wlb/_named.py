@@ -38,7 +38,7 @@ def refuse_unknown(function: Callable[..., Any], options: Mapping[str, object]) 
     """Raises for the first of these options, which a constructor does not have.
 
     Raises:
-        TypeError: It names the nearest option.
+        TypeError: it names the nearest option.
     """
     name = next(iter(options))
     message = f"{function.__name__}() got an unexpected keyword argument {name!r}"

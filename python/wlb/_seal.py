@@ -30,7 +30,7 @@ def digest_of(state: Mapping[str, Any]) -> str:
     with a hash of its own: the texts of the documents in "waiting", and a sealed state in "batches".
 
     Raises:
-        wlb.WlbError: The state holds something that is neither a JSON value nor an array.
+        wlb.WlbError: the state holds something that is neither a JSON value nor an array.
     """
     content = {name: value for name, value in state.items() if name != "digest"}
     if isinstance(waiting := content.get("waiting"), list):
@@ -57,7 +57,7 @@ def check_seal(state: Mapping[str, Any]) -> None:
     """Refuses a state that differs in any digit from the state that was saved.
 
     Raises:
-        wlb.WlbError: It is no state, its digest is missing, or the digest does not fit the content.
+        wlb.WlbError: it is no state, its digest is missing, or the digest does not fit the content.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("digest"), str):
         raise error("state", "has no 'digest': not what state_dict() gave")

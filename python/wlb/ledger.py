@@ -34,10 +34,10 @@ class Pieces:
     """Parts of documents: int64 [pieces] each.
 
     Attributes:
-        ids: Ids of the documents in the packer: document i of epoch e is `e * documents + i`; a document of a stream
+        ids: ids of the documents in the packer: document i of epoch e is `e * documents + i`; a document of a stream
             has the running number in which it was read.
-        starts: Position of each piece's first token in its document.
-        lengths: Tokens of each piece.
+        starts: position of each piece's first token in its document.
+        lengths: tokens of each piece.
     """
 
     ids: NDArray[np.int64]
@@ -71,7 +71,7 @@ class Pieces:
         """Reads the text that `encode` wrote.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: the text is something else.
         """
         count, *dtypes, encoded = text.split(":")
         data, columns, at = zlib.decompress(base64.b64decode(encoded, validate=True)), [], 0
@@ -88,8 +88,8 @@ class Share:
     """The part of a step that a data-parallel rank trains, in the order of its plan.
 
     Attributes:
-        micro_batches: For each micro-batch of this rank, its number in the plan and its number of pieces.
-        pieces: The pieces of all micro-batches, one micro-batch after the other.
+        micro_batches: for each micro-batch of this rank, its number in the plan and its number of pieces.
+        pieces: the pieces of all micro-batches, one micro-batch after the other.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -115,7 +115,7 @@ class Share:
         """The share that `encode` wrote.
 
         Raises:
-            ValueError: The line is something else.
+            ValueError: the line is something else.
         """
         pieces, places = Pieces.decode(line["pieces"]), _unpacked(line["places"])
         micro_batches = tuple((int(number), int(count)) for number, count in line["micro_batches"])

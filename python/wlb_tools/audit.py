@@ -150,7 +150,7 @@ def audit(folder: str | Path, *, state: Mapping[str, Any] | None = None, lengths
             that the packer truncates.
 
     Raises:
-        wlb.WlbError: There is no ledger in the folder; the state was changed after it was saved; or the number of
+        wlb.WlbError: there is no ledger in the folder; the state was changed after it was saved; or the number of
             lengths is not that of documents.
 
     Complexity:

@@ -91,7 +91,7 @@ class Life:
         """Until that is so; False if the run ended first.
 
         Raises:
-            RuntimeError: A rank failed by itself, or all hang.
+            RuntimeError: a rank failed by itself, or all hang.
         """
         while not until():
             codes = [rank.exitcode for rank in self.ranks]

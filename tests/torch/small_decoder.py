@@ -168,12 +168,12 @@ class Loop:
     """A training loop as people write it; each part may be exchanged for one that is wrong.
 
     Attributes:
-        model: The outermost wrapper, or the stage of a pipeline.
-        mesh: All ranks.
-        batch: Changes what is given for each micro-batch.
-        loss: Of logits, labels and the labels of the global batch.
-        exchange: Adds gradients up, given the step.
-        before: Is called before each step.
+        model: the outermost wrapper, or the stage of a pipeline.
+        mesh: all ranks.
+        batch: changes what is given for each micro-batch.
+        loss: of logits, labels and the labels of the global batch.
+        exchange: adds gradients up, given the step.
+        before: is called before each step.
     """
 
     model: Any

@@ -23,11 +23,11 @@ class Bounds:
     """The limits that a packer keeps from now on, if no push brings more documents than it admits.
 
     Attributes:
-        tokens: Most tokens that ever wait after a push.
-        delay: Most steps that a document waits while documents come; ``None``: no limit (queues without
+        tokens: most tokens that ever wait after a push.
+        delay: most steps that a document waits while documents come; ``None``: no limit (queues without
             ``max_delay``). Draining the rest at the end of the stream adds at most ``drain``.
-        drain: Most steps that it takes to drain the waiting documents.
-        settles: Most steps until the other three are those of an empty packer; 0 if they are. It is above 0 after a
+        drain: most steps that it takes to drain the waiting documents.
+        settles: most steps until the other three are those of an empty packer; 0 if they are. It is above 0 after a
             change of configuration while documents waited; until then none of the three rises.
     """
 
@@ -46,32 +46,32 @@ class PackerMetrics:
     tokens also count flushed steps. Delays are in steps, weighted by tokens.
 
     Attributes:
-        steps: Push steps that trained a document.
-        documents: Documents (or pieces of split ones) that left the packer.
-        tokens: Tokens that left the packer.
-        imbalance_mean: Mean over steps of ``max cost * N / total cost``; with ``dp_size``, of ``rank_imbalance``.
+        steps: push steps that trained a document.
+        documents: documents (or pieces of split ones) that left the packer.
+        tokens: tokens that left the packer.
+        imbalance_mean: mean over steps of ``max cost * N / total cost``; with ``dp_size``, of ``rank_imbalance``.
         imbalance_p95: 95th percentile of the imbalance, to 0.001.
         imbalance_p99: 99th percentile of the imbalance, to 0.001.
-        imbalance_worst: Imbalance of the worst step.
-        delay_mean: Mean wait of a token, in steps.
-        delay_p99: The wait that 99 % of the tokens do not exceed, in steps.
-        delay_max: Longest wait of a document, in steps.
-        early_mean: Mean steps by which a token is trained before its turn; 0 unless documents come early
+        imbalance_worst: imbalance of the worst step.
+        delay_mean: mean wait of a token, in steps.
+        delay_p99: the wait that 99 % of the tokens do not exceed, in steps.
+        delay_max: longest wait of a document, in steps.
+        early_mean: mean steps by which a token is trained before its turn; 0 unless documents come early
             (``push(early=...)``). The sum of this and ``delay_mean``, which counts from the turn on, is the mean
             displacement.
-        backlog_mean: Mean over pushes of the tokens that waited after the push.
-        backlog_max: Most tokens that waited after a push.
-        tokens_per_step_cv: Standard deviation over mean of the tokens of a step.
-        step_work_cv: Standard deviation over mean of the work of a step, since the last change of costs.
-        step_work_heaviest: Work of the heaviest step over the mean step (see ``max_step_cost``).
-        steps_over_max_cost: Steps whose documents cost more than ``max_step_cost`` allows, because they were due or
+        backlog_mean: mean over pushes of the tokens that waited after the push.
+        backlog_max: most tokens that waited after a push.
+        tokens_per_step_cv: standard deviation over mean of the tokens of a step.
+        step_work_cv: standard deviation over mean of the work of a step, since the last change of costs.
+        step_work_heaviest: work of the heaviest step over the mean step (see ``max_step_cost``).
+        steps_over_max_cost: steps whose documents cost more than ``max_step_cost`` allows, because they were due or
             because the step had too few tokens.
-        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
-        memory_skew_worst: Most over mean tokens of a step's micro-batches, worst step.
-        length_fallbacks: Documents placed by token count instead of by cost, because they did not fit where the
+        memory_skew_mean: most over mean tokens of a step's micro-batches, mean over steps.
+        memory_skew_worst: most over mean tokens of a step's micro-batches, worst step.
+        length_fallbacks: documents placed by token count instead of by cost, because they did not fit where the
             cost was least.
-        carried_over: Documents that did not fit into a step, counted once for each such step.
-        padding_tokens: Tokens of padding in all micro-batches (``multiple_of_tokens``, ``token_buckets``), flushed ones
+        carried_over: documents that did not fit into a step, counted once for each such step.
+        padding_tokens: tokens of padding in all micro-batches (``multiple_of_tokens``, ``token_buckets``), flushed ones
             included.
     """
 

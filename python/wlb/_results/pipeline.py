@@ -40,14 +40,14 @@ class PipelineTimeline(_Simulated):
     Every array is a fresh copy that the caller may keep or change. Timelines of the same arguments are equal.
 
     Attributes:
-        KINDS: What the numbers in ``kinds`` stand for.
-        num_stages: Pipeline ranks, p.
-        num_virtual_stages: Stages on each rank, v.
+        KINDS: what the numbers in ``kinds`` stand for.
+        num_stages: pipeline ranks, p.
+        num_virtual_stages: stages on each rank, v.
         num_micro_batches: Micro-batches of the step.
-        seconds: End of the last op: the time of the step, if the ranks wait for each other at its end.
-        period_seconds: Seconds from one step to the next if no rank waits for the others at the end of a step: the
+        seconds: end of the last op: the time of the step, if the ranks wait for each other at its end.
+        period_seconds: seconds from one step to the next if no rank waits for the others at the end of a step: the
             longest of the spans. The zero-bubble schedules are made for this (Qi et al. 2023, section 4).
-        bubble_ratio: Idle time over busy time, summed over all ranks: (p - 1) / m for equal micro-batches under "gpipe"
+        bubble_ratio: idle time over busy time, summed over all ranks: (p - 1) / m for equal micro-batches under "gpipe"
             and "1f1b".
         busy: float64[p]: seconds that each rank computes, or communicates without anything that hides it.
         exposed: float64[p]: the part of ``busy`` that is exposed communication.

@@ -26,8 +26,8 @@ class RoundPlan(Copied):
 
     Attributes:
         dp_size: Data-parallel ranks.
-        sync: Where the ranks wait for each other, once a "step" or in every "micro_batch".
-        together: What the samples of a group share: the "step", the "rank" or the "micro_batch".
+        sync: where the ranks wait for each other, once a "step" or in every "micro_batch".
+        together: what the samples of a group share: the "step", the "rank" or the "micro_batch".
         num_micro_batches: int64[S]: micro-batches of each rank in each step, the same on all ranks.
         samples: int64[n]: samples in the order to run them, ascending inside a micro-batch.
         offsets: int64[M + 1]: micro-batch ``j`` of all has ``samples[offsets[j]:offsets[j + 1]]``.
@@ -39,7 +39,7 @@ class RoundPlan(Copied):
         parted_bounds: float64[S]: the same if the samples of a group were parted inside a step.
         alone: int64[k]: samples with more than ``max_tokens``, each alone in its micro-batch, and those of prompts that
             have more together and stay in one micro-batch.
-        imbalance: Time of all steps over their time if all ranks were equal in each step.
+        imbalance: time of all steps over their time if all ranks were equal in each step.
     """
 
     dp_size: int

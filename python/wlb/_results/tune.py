@@ -13,19 +13,19 @@ class TunedPoint:
     """One choice of thresholds, or of a price, with its figures on the whole sample.
 
     Attributes:
-        thresholds: Tokens, ascending; () with a price.
-        delay_price: The price of delay; None with thresholds.
-        imbalance_mean: Mean imbalance over steps.
+        thresholds: tokens, ascending; () with a price.
+        delay_price: the price of delay; None with thresholds.
+        imbalance_mean: mean imbalance over steps.
         imbalance_p95: 95th percentile of the imbalance.
-        imbalance_worst: Imbalance of the worst step.
-        delay_mean: Mean wait of a token, in steps, including documents flushed at the end of the sample.
-        delay_max: Longest wait of a document, in steps.
-        memory_skew_mean: Most over mean tokens of a step's micro-batches, mean over steps.
-        lost_time: Sum of the steps' heaviest micro-batches over the sum of their means.
-        held_out_lost_time: Lost time on other orders of the sample: mean over them; None for a choice that was not
+        imbalance_worst: imbalance of the worst step.
+        delay_mean: mean wait of a token, in steps, including documents flushed at the end of the sample.
+        delay_max: longest wait of a document, in steps.
+        memory_skew_mean: most over mean tokens of a step's micro-batches, mean over steps.
+        lost_time: sum of the steps' heaviest micro-batches over the sum of their means.
+        held_out_lost_time: lost time on other orders of the sample: mean over them; None for a choice that was not
             judged.
-        held_out_worst: Imbalance of the worst step of any other order.
-        held_out_delay: Mean wait of a token on the other orders, in steps.
+        held_out_worst: imbalance of the worst step of any other order.
+        held_out_delay: mean wait of a token on the other orders, in steps.
     """
 
     thresholds: tuple[int, ...]
@@ -56,11 +56,11 @@ class TuneResult:
     """Thresholds or a delay price chosen on a sample, and the alternatives.
 
     Attributes:
-        best: The best choice, with its figures on the whole sample.
-        pareto: Choices that no other beats in both mean imbalance and mean delay, by ascending delay.
-        judged: The prices that were judged on each half of the sample and on other orders, the default first; () for
+        best: the best choice, with its figures on the whole sample.
+        pareto: choices that no other beats in both mean imbalance and mean delay, by ascending delay.
+        judged: the prices that were judged on each half of the sample and on other orders, the default first; () for
             thresholds.
-        evaluated: Number of choices tried.
+        evaluated: number of choices tried.
     """
 
     best: TunedPoint

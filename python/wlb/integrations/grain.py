@@ -32,24 +32,15 @@ from numpy.typing import ArrayLike, NDArray  # noqa: E402
 
 import wlb  # noqa: E402
 from wlb._errors import check_integer, error  # noqa: E402
-from wlb.filling import check_share  # noqa: E402
-from wlb.reading.documents import (  # noqa: E402
-    IGNORE,
-    WEIGHTS,
-    Document,
-    Layout,
-    as_arrays,
-    common_layout,
-    cut,
-    layout_of,
-    nothing,
-    of_padding,
-)
+from wlb.reading.columns import Layout, common_layout, layout_of, of_padding  # noqa: E402
+from wlb.reading.documents import IGNORE, WEIGHTS, Document, cut  # noqa: E402
 from wlb.reading.packed import joined, packed, whole_runs  # noqa: E402
 from wlb.reading.reader import StepReader  # noqa: E402
 from wlb.reading.rows import RowReader  # noqa: E402
+from wlb.reading.sizes import check_share  # noqa: E402
 from wlb.reading.state import Snapshot, field  # noqa: E402
 from wlb.reading.stream_reader import StreamReader  # noqa: E402
+from wlb.reading.values import as_arrays, nothing  # noqa: E402
 
 __all__ = ["BalancedIterDataset"]
 
@@ -109,10 +100,10 @@ class BalancedIterDataset(grain.IterDataset[Element]):
             `IterDataset`, whose rows have one order.
 
     Attributes:
-        num_micro_batches_per_rank: Elements of a step.
+        num_micro_batches_per_rank: elements of a step.
 
     Raises:
-        wlb.WlbError: An argument is invalid.
+        wlb.WlbError: an argument is invalid.
 
     Complexity:
         A plan takes a process some milliseconds a step; each worker and each rank makes it.
@@ -281,7 +272,7 @@ class _Rounds(grain.DatasetIterator[Element]):
         """Goes on behind the element after which the state was taken. On an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state was changed; it is of other documents, another order or packer; or it was taken
+            wlb.WlbError: the state was changed; it is of other documents, another order or packer; or it was taken
                 inside a step, and now there is another number of ranks or micro-batches.
         """
         try:
@@ -460,7 +451,7 @@ class _Indexed(grain.IterDataset[Element]):
         """Reads a document.
 
         Raises:
-            wlb.WlbError: Its row has other documents than one of the given length.
+            wlb.WlbError: its row has other documents than one of the given length.
         """
         row = self.ds[number]
         if row is None:
@@ -652,7 +643,7 @@ def _element(rows: list[list[Document]], size: int, layout: Layout) -> Element:
     """The packed documents of each row, padded to `size` tokens, with the columns of the layout.
 
     Raises:
-        wlb.WlbError: A document has other columns than the layout, or tokens beyond int32.
+        wlb.WlbError: a document has other columns than the layout, or tokens beyond int32.
     """
     found = [_row(documents, size, layout) for documents in rows]
     return {name: np.stack([row[name] for row in found]) for name in found[0]}
@@ -721,7 +712,7 @@ def _check_indexed(ds: Any, lengths: ArrayLike) -> None:
     """Checks that rows can be read by index, one for each length.
 
     Raises:
-        wlb.WlbError: They cannot.
+        wlb.WlbError: they cannot.
     """
     _check_kind(ds)
     if not isinstance(ds, grain.MapDataset):

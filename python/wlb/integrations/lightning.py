@@ -28,12 +28,12 @@ from torch.utils.data import DataLoader
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.filling import micro_batches
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.lightning_proof import prove
 from wlb.integrations.schedules import Pace
 from wlb.integrations.versions import check_version
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.sizes import micro_batches
 from wlb.reading.state import Snapshot, field
 from wlb.torch.agreement import agree
 from wlb.torch.boundaries import told
@@ -388,7 +388,7 @@ class _MicroBatches:
         """Checks that the data are at the step at which Lightning resumes, once everything is restored.
 
         Raises:
-            wlb.WlbError: They are not; or the module has several optimizers, each of whose steps Lightning would count.
+            wlb.WlbError: they are not; or the module has several optimizers, each of whose steps Lightning would count.
         """
         trainer = self.trainer
         if len(trainer.optimizers) > 1:
@@ -429,7 +429,7 @@ class _MicroBatches:
         """Figures of the last step of the optimizer, if there was one since the last call.
 
         Raises:
-            wlb.WlbError: The optimizer took more steps than there were global batches.
+            wlb.WlbError: the optimizer took more steps than there were global batches.
         """
         line: dict[str, float] = {}
         while self._given and self.trained < self.trainer.global_step:

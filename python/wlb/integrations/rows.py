@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb._rows import advice
-from wlb.reading.documents import tokens_of
-from wlb.reading.rows import KNOWN, RowIndex, RowReader, split_row
+from wlb.reading.joined_rows import RowIndex, split_row
+from wlb.reading.row_kinds import advice
+from wlb.reading.rows import KNOWN, RowReader
+from wlb.reading.values import tokens_of
 from wlb.torch.data.arrow import arrow_lengths
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
@@ -88,7 +89,7 @@ class Rows(Dataset[dict[str, NDArray[Any]]]):
         """The document, after a check that its length is that of the plan.
 
         Raises:
-            wlb.WlbError: It names the setting that changes lengths.
+            wlb.WlbError: it names the setting that changes lengths.
         """
         found = document["input_ids"].size
         if self._planned is None or found == self._planned[index]:
@@ -120,7 +121,7 @@ def row_of(feature: Any, index: int, collator: Collator, reader: RowReader) -> d
     """One document, collated alone and without padding.
 
     Raises:
-        wlb.WlbError: It has no `input_ids`, or something that a packed row cannot express.
+        wlb.WlbError: it has no `input_ids`, or something that a packed row cannot express.
     """
     if isinstance(feature, Mapping) and "input_ids" not in feature:
         columns = ", ".join(map(repr, feature)) or "nothing"

@@ -21,10 +21,10 @@ class Pace:
     step, so that the learning rate follows the documents.
 
     Attributes:
-        tokens: Tokens that a step of the schedule reads on average.
-        each: Tokens that a step of the run reads on average.
-        step: Optimizer steps of the run before its steps had this size.
-        position: Steps of the schedule before that.
+        tokens: tokens that a step of the schedule reads on average.
+        each: tokens that a step of the run reads on average.
+        step: optimizer steps of the run before its steps had this size.
+        position: steps of the schedule before that.
     """
 
     tokens: int

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from wlb._errors import error
 from wlb.integrations.rows import Collator, as_it_is, row_of
+from wlb.reading.joined_rows import joined_row, split_row
 from wlb.reading.one_stream import restores_itself
-from wlb.reading.rows import RowReader, joined_row, split_row
+from wlb.reading.rows import RowReader
 
 
 def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence[str] = ()) -> list[Any]:
@@ -36,7 +37,7 @@ def streams_of(dataset: Any, collator: Collator = as_it_is, *, columns: Sequence
         tables) they read again from the start.
 
     Raises:
-        wlb.WlbError: The data set already gives each rank its own part.
+        wlb.WlbError: the data set already gives each rank its own part.
     """
     if getattr(dataset, "_distributed", None) is not None:
         message = "is already split by node: give the whole data set, equal on every rank"
@@ -51,7 +52,7 @@ class RowStream:
     """The documents of a stream, as `Rows`. It has no state, so after a resume it reads again from the start.
 
     Attributes:
-        whole: The data set of which this is a shard.
+        whole: the data set of which this is a shard.
     """
 
     def __init__(self, dataset: Any, collator: Collator, whole: Any, reader: RowReader) -> None:

@@ -26,9 +26,9 @@ import wlb
 from wlb._choices import Oversize, Sync
 from wlb._core import MAX_DELAY
 from wlb._errors import check_integer, error
-from wlb.filling import step_tokens
 from wlb.integrations.grain import BalancedIterDataset
 from wlb.reading.documents import IGNORE
+from wlb.reading.sizes import step_tokens
 from wlb.torch.data.loading import FOREVER, Loading
 
 __all__ = ["BalancedPackingConfig", "for_ranks"]

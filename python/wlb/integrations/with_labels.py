@@ -29,7 +29,7 @@ def steps_with_labels(
     on the host, so that no rank waits for its device. In the first step the ranks of `group` make theirs.
 
     Raises:
-        wlb.WlbError: In two epochs, all documents that did not wait had only one token or only masked labels.
+        wlb.WlbError: in two epochs, all documents that did not wait had only one token or only masked labels.
     """
     given, barren, empty = False, 0, 0
     while not given and empty < 2:  # an epoch may have no further step, but not also the next one

@@ -21,9 +21,9 @@ class Corpus:
 
     Attributes:
         lengths: int [documents], in memory or mapped from a file.
-        tokens: Their sum.
-        longest: The greatest.
-        fingerprint: A hash of them, whatever their type.
+        tokens: their sum.
+        longest: the greatest.
+        fingerprint: a hash of them, whatever their type.
     """
 
     lengths: NDArray[Any]
@@ -41,7 +41,7 @@ class Corpus:
             O(documents), about 10 ns each; milliseconds for a known file.
 
         Raises:
-            wlb.WlbError: A length is not positive, or above `longest`, or there is none.
+            wlb.WlbError: a length is not positive, or above `longest`, or there is none.
         """
         array = np.asanyarray(lengths)
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":

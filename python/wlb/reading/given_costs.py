@@ -21,7 +21,7 @@ def check_given(costs: object, packer: wlb.Packer) -> None:
     """Checks that costs are given if and only if the packer takes them.
 
     Raises:
-        wlb.WlbError: They are missing, or not needed.
+        wlb.WlbError: they are missing, or not needed.
     """
     if costs is None and packer.cost_columns is not None:
         message = f"are missing: the packer was made with cost_columns={packer.cost_columns}, so documents bring them"
@@ -34,7 +34,7 @@ def cost_row(costs: Any, columns: int, argument: str, index: int) -> Floats:
     """float64 [columns]: the costs of the document at `index`.
 
     Raises:
-        wlb.WlbError: There is another number of costs, or one is negative or not finite.
+        wlb.WlbError: there is another number of costs, or one is negative or not finite.
     """
     try:
         given = np.asarray(costs)
@@ -59,14 +59,14 @@ class CorpusCosts:
     return the same on every rank and every time.
 
     Attributes:
-        fingerprint: A hash of the array; None for a function.
+        fingerprint: a hash of the array; None for a function.
     """
 
     def __init__(self, costs: ArrayLike | Callable[[int], Any], packer: wlb.Packer, lengths: NDArray[Any]) -> None:
         """Costs of a corpus. The packer gives the number of columns and their limits.
 
         Raises:
-            wlb.WlbError: The array has another shape, or a number that is negative, not finite or above its limit, or a
+            wlb.WlbError: the array has another shape, or a number that is negative, not finite or above its limit, or a
                 column of zeros.
         """
         assert packer.cost_columns is not None

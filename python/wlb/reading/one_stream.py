@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._errors import error
-from wlb.reading.documents import Document, as_arrays
+from wlb.reading.documents import Document
 from wlb.reading.given_costs import cost_row
-from wlb.reading.rows import RowReader, num_documents
+from wlb.reading.joined_rows import num_documents
+from wlb.reading.rows import RowReader
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import field
+from wlb.reading.values import as_arrays
 
 _END = object()
 _NOTED = 64  # documents by whose content a stream is known

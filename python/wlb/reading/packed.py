@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.reading.documents import IGNORE, Document, Layout, filled_up, laid_out
+from wlb.reading.columns import Layout, filled_up, laid_out
+from wlb.reading.documents import IGNORE, Document
 
 Run = tuple[int, int, int]
 """Neighbouring tokens of a document on a rank: the document's index, the first token, one past the last."""

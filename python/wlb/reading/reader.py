@@ -13,12 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 import wlb
 from wlb._errors import check_integer, error
 from wlb._seal import check_seal
-from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.reading.corpus import Corpus
 from wlb.reading.documents import Piece
+from wlb.reading.filling import Offer, next_packing
 from wlb.reading.given_costs import CorpusCosts, check_given
 from wlb.reading.permutation import Permutation
+from wlb.reading.sizes import batch_tokens, check_max_early, least_tokens, warn_of_long
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 
 FORMAT: Final = "wlb.batch_sampler"
@@ -30,17 +31,17 @@ class ReadingOrder:
     """Order in which documents become global batches: all settings except the packer that must not change in a run.
 
     Attributes:
-        corpus: The documents.
-        tokens_per_batch: Tokens that enter the packer in every step.
-        min_step_tokens: Least tokens of a step, except at the end of the run.
-        shuffle: Whether every epoch has an order of its own.
-        seed: Of these orders.
-        num_epochs: Epochs of the run.
-        oversize: What to do with documents longer than `limit`, as in the packer.
-        limit: Most tokens of a document.
-        costs: Given costs of documents, if the packer takes them.
-        max_early: Iterations that a document may come before its turn.
-        content: A `fingerprint` of the data set under "content", once a loader knows it.
+        corpus: the documents.
+        tokens_per_batch: tokens that enter the packer in every step.
+        min_step_tokens: least tokens of a step, except at the end of the run.
+        shuffle: whether every epoch has an order of its own.
+        seed: of these orders.
+        num_epochs: epochs of the run.
+        oversize: what to do with documents longer than `limit`, as in the packer.
+        limit: most tokens of a document.
+        costs: given costs of documents, if the packer takes them.
+        max_early: iterations that a document may come before its turn.
+        content: a `fingerprint` of the data set under "content", once a loader knows it.
     """
 
     corpus: Corpus
@@ -91,8 +92,8 @@ class DocumentsAhead:
     cost, as early as the packer says (`Packer.leads`), up to `max_early` iterations.
 
     Attributes:
-        place: Place of the next document in the epoch.
-        offset: Number of its tokens that have entered.
+        place: place of the next document in the epoch.
+        offset: number of its tokens that have entered.
         taken: int64 [documents], places from `place` on of documents that entered before their turn, ascending.
     """
 
@@ -205,8 +206,8 @@ class StepReader:
     fewer than `min_step_tokens`, more are read (`next_packing`). Only the drained steps at the end may be smaller.
 
     Attributes:
-        epoch: The present epoch.
-        step: Global steps so far.
+        epoch: the present epoch.
+        step: global steps so far.
     """
 
     def __init__(self, order: ReadingOrder, packer: wlb.Packer) -> None:
@@ -240,7 +241,7 @@ class StepReader:
         """Begins with documents of these lengths. The arguments are those of `wlb.torch.BalancedBatchSampler`.
 
         Raises:
-            wlb.WlbError: An argument is invalid; a document is too long for the packer.
+            wlb.WlbError: an argument is invalid; a document is too long for the packer.
         """
         check_integer("num_epochs", num_epochs, minimum=1)
         check_max_early(max_early, packer)
@@ -361,7 +362,7 @@ class StepReader:
         """Goes to the beginning of `epoch` with the waiting documents. Nothing happens if it is the present one.
 
         Raises:
-            wlb.WlbError: Documents of this or a later epoch still wait, and would be trained twice.
+            wlb.WlbError: documents of this or a later epoch still wait, and would be trained twice.
         """
         if epoch == self.epoch:
             return
@@ -453,7 +454,7 @@ class StepReader:
         """What is wrong if a state is of documents of other lengths, and the way on; empty if it is of these.
 
         Raises:
-            wlb.WlbError: It does not say of which.
+            wlb.WlbError: it does not say of which.
 
         Complexity:
             O(documents) if there are more of them now.
@@ -491,7 +492,7 @@ class StepReader:
         """Resumes at the position of the state; on an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, or is of other documents, another order, or another
+            wlb.WlbError: the state was changed after it was saved, or is of other documents, another order, or another
                 packer configuration.
         """
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")
@@ -538,7 +539,7 @@ def read_taken(state: Mapping[str, Any], position: int, total: int) -> NDArray[n
     """int64 [documents]: places of those that entered before their turn, ascending from the position on.
 
     Raises:
-        wlb.WlbError: They are no such places.
+        wlb.WlbError: they are no such places.
     """
     found = state.get("taken", [])
     if not isinstance(found, list) or not all(type(place) is int for place in found):

@@ -12,24 +12,25 @@ from numpy.typing import NDArray
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb._rows import MASKS, WITHOUT_EFFECT, advice
 from wlb._shown import explained
-from wlb.reading.documents import (
-    AHEAD,
-    IGNORE,
-    WEIGHTS,
-    Document,
+from wlb.reading.documents import AHEAD, IGNORE, WEIGHTS, Document
+from wlb.reading.row_kinds import MASKS, WITHOUT_EFFECT, advice
+from wlb.reading.values import (
     as_arrays,
     as_numpy,
     column_array,
     label_array,
+    sequence_lengths,
     token_array,
     tokens_of,
 )
 
 _WEIGHTS: Final = (WEIGHTS, "token_weights", "weights")
+
 _TAKEN: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_lengths")
+
 _OF_ONE_DOCUMENT: Final = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "token_type_ids")
+
 KNOWN: Final = frozenset((*_TAKEN, *MASKS, *_WEIGHTS, *_OF_ONE_DOCUMENT)) | WITHOUT_EFFECT
 """Columns with a known meaning."""
 
@@ -60,9 +61,9 @@ class RowReader:
     Any other column with numbers is an error that names it, unless it is one of `columns`.
 
     Attributes:
-        columns: Names of further columns that are carried: numbers [..., n] for each token, or one number for all
+        columns: names of further columns that are carried: numbers [..., n] for each token, or one number for all
             tokens of the row.
-        labels_ahead: How many tokens ahead every token predicts (`collate`).
+        labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Raises:
         wlb.WlbError: `columns` is no sequence of names, or `labels_ahead` is below 1.
@@ -103,7 +104,7 @@ class RowReader:
         """Refuses unknown columns that the user did not ask for, and the lack of columns that the user asked for.
 
         Raises:
-            wlb.WlbError: Naming the first such column.
+            wlb.WlbError: naming the first such column.
         """
         if "input_ids" not in names:
             message = f"has no 'input_ids', but {', '.join(map(repr, names)) or 'nothing'}: {advice(names)}"
@@ -132,7 +133,7 @@ class RowReader:
             used: columns that only something else reads, such as a function of costs; they are not carried.
 
         Raises:
-            wlb.WlbError: The row cannot be read; the error names the column.
+            wlb.WlbError: the row cannot be read; the error names the column.
         """
         id = index if first_id is None else first_id
         if type(row) is np.ndarray and self.labels_ahead == 1 and not self.asked:
@@ -157,7 +158,7 @@ class RowReader:
         """The documents of a row as mappings of arrays with the same meaning, in as few columns as possible.
 
         Raises:
-            wlb.WlbError: As `documents`.
+            wlb.WlbError: as `documents`.
         """
         if "input_ids" in row:
             tokens_of(row, argument, index)  # raises if there are none
@@ -303,7 +304,7 @@ class _Row:
         """The tokens of the row without padding.
 
         Raises:
-            wlb.WlbError: The mask hides all tokens, or some between others.
+            wlb.WlbError: the mask hides all tokens, or some between others.
         """
         if "attention_mask" not in self._given:
             return slice(None)
@@ -343,7 +344,7 @@ class _Row:
         """The columns of one document without those that have the default meaning.
 
         Raises:
-            wlb.WlbError: Positions begin again, so there are several documents.
+            wlb.WlbError: positions begin again, so there are several documents.
         """
         positions = part.get("position_ids")
         if positions is not None and positions.ndim == 1:
@@ -360,7 +361,7 @@ class _Row:
         """Checks that a column describes a single document.
 
         Raises:
-            wlb.WlbError: It does not.
+            wlb.WlbError: it does not.
         """
         values = as_numpy(self._given[name])
         if name.startswith("cu_seq_lens"):
@@ -372,27 +373,6 @@ class _Row:
             raise self._error(message, name)
 
 
-def sequence_lengths(values: Any, argument: str, index: int) -> NDArray[np.int64]:
-    """Tokens of each document of a row, int64 [documents].
-
-    Raises:
-        wlb.WlbError: They are no integers from 1 on.
-    """
-    lengths = token_array(values, f"{argument}.seq_lengths", index)
-    if (lengths < 1).any():
-        raise error(
-            argument, f"has seq_lengths {lengths.tolist()}: must be from 1 on", index=index, value="seq_lengths"
-        )
-    return lengths.astype(np.int64)
-
-
-def num_documents(row: Any, index: int) -> int:
-    """Documents of a row."""
-    if not _has_several(row):
-        return 1
-    return sequence_lengths(row["seq_lengths"], "row", index).size
-
-
 def is_text(value: Any) -> bool:
     """Whether a column has text, from which tokens were made, or parts of text by name; or nothing."""
     if value is None or isinstance(value, str | bytes):
@@ -402,103 +382,3 @@ def is_text(value: Any) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "US" or (value.dtype.kind == "O" and all(map(is_text, value.ravel())))
     return isinstance(value, list | tuple) and bool(value) and is_text(value[0])
-
-
-def split_row(row: Mapping[str, Any], argument: str, index: int) -> list[Mapping[str, Any]]:
-    """A row of several documents (`seq_lengths`) as rows of one document each, with all columns of one value a token.
-
-    Raises:
-        wlb.WlbError: Its lengths are not those of its tokens.
-    """
-    if row.get("seq_lengths") is None:
-        return [row]
-    lengths, size = sequence_lengths(row["seq_lengths"], argument, index), len(tokens_of(row, argument, index))
-    if int(lengths.sum()) != size:
-        message = f"has seq_lengths of {int(lengths.sum())} tokens for {size}"
-        raise error(argument, message, index=index, value="seq_lengths")
-    ends = np.cumsum(lengths).tolist()
-    others = {name: value for name, value in row.items() if name != "seq_lengths"}
-    return [
-        {name: _cut_value(value, start, end, size) for name, value in others.items()}
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-
-
-def _cut_value(value: Any, start: int, end: int, size: int) -> Any:
-    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
-        return value
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        return value[..., start:end] if len(shape) and shape[-1] == size else value
-    if len(value) == size:
-        return value[start:end]
-    if value and all(hasattr(part, "__len__") and len(part) == size for part in value):
-        return [part[start:end] for part in value]
-    return value
-
-
-def joined_row(parts: Sequence[Part]) -> Part:
-    """Documents of `RowReader.parts` as one row with `seq_lengths`."""
-    sizes = [part["input_ids"].size for part in parts]
-
-    def column(name: str, part: Part) -> NDArray[Any]:
-        if name in part:
-            return part[name]
-        if name == "labels":
-            return part["input_ids"]
-        size = part["input_ids"].size
-        usual = np.ones(size, np.float32) if name == WEIGHTS else np.arange(size)
-        shape = next(other[name].shape[:-1] for other in parts if name in other)
-        return np.broadcast_to(usual, (*shape, size))
-
-    names = dict.fromkeys(name for part in parts for name in part)
-    row = {name: np.concatenate([column(name, part) for part in parts], axis=-1) for name in names}
-    return row | {"seq_lengths": np.array(sizes, np.int64)}
-
-
-def _has_several(row: Any) -> bool:
-    return isinstance(row, Mapping) and row.get("seq_lengths") is not None
-
-
-@dataclass(frozen=True, eq=False)
-class RowIndex:
-    """Index of documents by row, for rows with several documents.
-
-    Attributes:
-        rows: int64 [documents].
-        parts: int64 [documents]: index among the documents of the row.
-        lengths: int64 [documents], tokens.
-    """
-
-    rows: NDArray[np.int64]
-    parts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-    @classmethod
-    def of_rows(cls, dataset: Any, argument: str) -> RowIndex | None:
-        """Index of a data set whose first row has `seq_lengths`; None for others, where each row is a document.
-
-        Complexity:
-            Every row is read; of Hugging Face's data sets that column alone, if all rows have it.
-
-        Raises:
-            wlb.WlbError: The `seq_lengths` of a row are no integers from 1 on.
-        """
-        if not len(dataset) or not _has_several(dataset[0]):
-            return None
-        read = dataset.select_columns(["seq_lengths"]) if hasattr(dataset, "select_columns") else dataset
-        per_row = []
-        for number in range(len(dataset)):
-            row = read[number]
-            if not _has_several(row):
-                row = {"seq_lengths": [len(tokens_of(dataset[number], argument, number))]}
-            per_row.append(sequence_lengths(row["seq_lengths"], argument, number))
-        return cls.of(per_row)
-
-    @classmethod
-    def of(cls, per_row: Sequence[NDArray[np.int64]]) -> RowIndex:
-        """Index from the lengths of the documents of each row."""
-        counts = np.array([lengths.size for lengths in per_row], np.int64)
-        rows = np.repeat(np.arange(len(per_row)), counts)
-        parts = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts)
-        return cls(rows, parts, np.concatenate([np.empty(0, np.int64), *per_row]).astype(np.int64))

@@ -21,7 +21,7 @@ def field(state: Mapping[str, Any], name: str, kind: type[T]) -> T:
     """`state[name]`, if it is of that type.
 
     Raises:
-        wlb.WlbError: It is missing, or something else, or a negative number.
+        wlb.WlbError: it is missing, or something else, or a negative number.
     """
     if not isinstance(state, Mapping) or name not in state:
         raise error("state", f"has no {name!r}: not what state_dict() gave")
@@ -37,7 +37,7 @@ def same(state: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> N
     """Checks that `state` has the `expected` values; names the first that differs.
 
     Raises:
-        wlb.WlbError: It is missing or differs.
+        wlb.WlbError: it is missing or differs.
     """
     for name, value in expected.items():
         found = field(state, name, object)
@@ -57,8 +57,8 @@ class SavedChain:
     between.
 
     Attributes:
-        previous: Digest of the state before the last step; None before the first.
-        head: Digest of the state after the last step; None: the state sealed here.
+        previous: digest of the state before the last step; None before the first.
+        head: digest of the state after the last step; None: the state sealed here.
     """
 
     previous: str | None = None
@@ -100,7 +100,7 @@ def read_outside(state: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     """Reads `outside` of a state: id, start and length of each piece.
 
     Raises:
-        wlb.WlbError: The state has something else.
+        wlb.WlbError: the state has something else.
     """
     saved = field(state, "outside", dict)
     columns = [field(saved, name, list) for name in ("ids", "starts", "lengths")]
@@ -114,7 +114,7 @@ def check_outside(rows: Iterable[tuple[int, int, int]], packer: wlb.Packer) -> N
     """Checks that a packer can continue with pieces that wait outside.
 
     Raises:
-        wlb.WlbError: One is the rest of a document, or longer than the packer's limit, and it does not split documents.
+        wlb.WlbError: one is the rest of a document, or longer than the packer's limit, and it does not split documents.
     """
     for id, start, length in rows:
         if packer.oversize != "split" and (start or length > packer.max_document_tokens):
@@ -132,9 +132,9 @@ class Progress:
     """Progress of a run after a step, over all ranks.
 
     Attributes:
-        documents: Documents read of this epoch, or of a stream. None: not known.
-        pieces: Pieces of documents that were read and wait.
-        tokens: Their tokens.
+        documents: documents read of this epoch, or of a stream. None: not known.
+        pieces: pieces of documents that were read and wait.
+        tokens: their tokens.
     """
 
     documents: int | None = None
@@ -152,9 +152,9 @@ class Snapshot:
     """A state that was taken, and is written out only if it is needed.
 
     Attributes:
-        digest: The state's.
-        previous: Digest of the state before the step after which it was taken.
-        progress: Progress of the run.
+        digest: the state's.
+        previous: digest of the state before the step after which it was taken.
+        progress: progress of the run.
     """
 
     def __init__(self, state: Mapping[str, Any], progress: Progress, write: Callable[[], dict[str, Any]]) -> None:

@@ -11,12 +11,13 @@ from typing import Any, Final
 import wlb
 from wlb._errors import error
 from wlb._seal import check_seal
-from wlb.filling import batch_tokens, least_tokens, next_packing, warn_of_long
 from wlb.ledger import waiting_pieces
 from wlb.reading.documents import Document
+from wlb.reading.filling import next_packing
 from wlb.reading.given_costs import check_given
 from wlb.reading.one_stream import OneStream, costs_of
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import batch_tokens, least_tokens, warn_of_long
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Outside, Waiting
@@ -30,8 +31,8 @@ class _Read:
     """Documents that were read together, one of which may still wait.
 
     Attributes:
-        first: Number of the first of them.
-        before: Position of the stream before them.
+        first: number of the first of them.
+        before: position of the stream before them.
     """
 
     first: int
@@ -59,10 +60,10 @@ class StreamReader:
         argument: name of the stream in errors.
 
     Attributes:
-        documents: The pieces of the last step: a list of documents for each micro-batch of its plan.
+        documents: the pieces of the last step: a list of documents for each micro-batch of its plan.
 
     Raises:
-        wlb.WlbError: An argument is invalid.
+        wlb.WlbError: an argument is invalid.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class StreamReader:
         """Reads and packs the next step; None after the last.
 
         Raises:
-            wlb.WlbError: A row cannot be read, or the packer refuses a document.
+            wlb.WlbError: a row cannot be read, or the packer refuses a document.
         """
         self._read_again()
         chain = SavedChain.after(self._state())
@@ -136,7 +137,7 @@ class StreamReader:
         """Resumes after the step of the state; on an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, is of another packer configuration, or was not saved
+            wlb.WlbError: the state was changed after it was saved, is of another packer configuration, or was not saved
                 here.
         """
         same(state, {"format": FORMAT, "version": VERSION}, "this version of wlb")

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import Hashed
-from wlb.filling import Offer
-from wlb.reading.documents import Document, Layout, as_bits, cut, num_rows, of_bits
+from wlb.reading.columns import Layout, as_bits, num_rows, of_bits
+from wlb.reading.documents import Document, cut
+from wlb.reading.filling import Offer
 from wlb.reading.given_costs import cost_row
 from wlb.reading.state import field
 
@@ -24,16 +25,16 @@ class Waiting:
     """A document that was read and not yet trained completely.
 
     Attributes:
-        stream: Number of its stream.
-        length: All its tokens.
-        has_labels: Whether it has labels.
-        left: Tokens that are not yet in a plan.
-        rest: Tokens at its end that have not entered the packer.
-        entered: Tokens that have.
-        document: As arrays, under any name; None if another rank has read it in this step.
-        hashes: Of its tokens and labels in the form of a state, once all ranks have it; None before.
-        costs: Costs of its trainable part, in each column of the packer's.
-        layout: Its columns besides tokens and labels.
+        stream: number of its stream.
+        length: all its tokens.
+        has_labels: whether it has labels.
+        left: tokens that are not yet in a plan.
+        rest: tokens at its end that have not entered the packer.
+        entered: tokens that have.
+        document: as arrays, under any name; None if another rank has read it in this step.
+        hashes: of its tokens and labels in the form of a state, once all ranks have it; None before.
+        costs: costs of its trainable part, in each column of the packer's.
+        layout: its columns besides tokens and labels.
     """
 
     stream: int
@@ -125,8 +126,8 @@ class ReadBatch:
     """Documents that all streams gave for one global batch.
 
     Attributes:
-        documents: By stream and number in it, in the order read.
-        cursors: Positions of the streams after it.
+        documents: by stream and number in it, in the order read.
+        cursors: positions of the streams after it.
     """
 
     documents: dict[tuple[int, int], Waiting]
@@ -138,9 +139,9 @@ class Early:
     """A document that could enter before its turn.
 
     Attributes:
-        id: Its id, if it does.
-        place: Its stream and number in it.
-        iterations: Iterations until its turn.
+        id: its id, if it does.
+        place: its stream and number in it.
+        iterations: iterations until its turn.
     """
 
     id: int
@@ -153,7 +154,7 @@ class Outside:
     """Documents that were read and have not entered the packer, as a source for `next_packing`.
 
     Attributes:
-        ids: Ids of documents whose turn has come.
+        ids: ids of documents whose turn has come.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ def check_agreement(
         group: the ranks that must agree; None for all. For a step: the ranks that share it, or all of them.
 
     Raises:
-        WlbError: Ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank. Or
+        WlbError: ranks differ; the message names the ranks of each plan, layout or cut, and is equal on every rank. Or
             several ranks share the step, but there is no process group.
 
     Complexity:

@@ -34,11 +34,11 @@ class Kernel:
     """A kernel that runs along a row, as one layer calls it.
 
     Attributes:
-        name: Its function.
-        package: Its name in the package index.
-        takes: The arguments by which the installed function can be told where documents begin; None if it is missing.
-        given: Those that the layer's call names.
-        passed: Whether the call hands on all further arguments of the row.
+        name: its function.
+        package: its name in the package index.
+        takes: the arguments by which the installed function can be told where documents begin; None if it is missing.
+        given: those that the layer's call names.
+        passed: whether the call hands on all further arguments of the row.
     """
 
     name: str
@@ -67,10 +67,10 @@ class RowLayer:
     """A class of layers in which a token depends on earlier ones through a convolution or a state.
 
     Attributes:
-        name: The name of the class.
-        kernels: What its forward pass calls.
-        reads: Arguments of a row from which it finds documents by itself.
-        has_state: Whether it carries a state, not only the last few tokens.
+        name: the name of the class.
+        kernels: what its forward pass calls.
+        reads: arguments of a row from which it finds documents by itself.
+        has_state: whether it carries a state, not only the last few tokens.
     """
 
     name: str

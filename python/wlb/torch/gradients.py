@@ -243,7 +243,7 @@ def exchanges_gradients(model: nn.Module) -> bool:
     """Whether a data-parallel wrapper is around the model, or somewhere inside it.
 
     Raises:
-        WlbError: A wrapper is unknown.
+        WlbError: a wrapper is unknown.
     """
     return any(_change(module) is not None for module in model.modules())
 
@@ -283,7 +283,7 @@ def _change(module: nn.Module) -> Callable[[], None] | None:
     """The change that makes one wrapper add up gradients; None if the module is no wrapper.
 
     Raises:
-        WlbError: It is a wrapper whose division is unknown.
+        WlbError: it is a wrapper whose division is unknown.
     """
     if isinstance(module, fsdp2()):
         return _fully_shard(module)
@@ -364,7 +364,7 @@ def _wrapped_by_lightning(model: nn.Module) -> nn.Module:
     """The module that Lightning's strategy runs for a LightningModule in training; otherwise the module itself.
 
     Raises:
-        WlbError: It has not been wrapped yet, or the strategy is not known, or the Trainer divides the loss.
+        WlbError: it has not been wrapped yet, or the strategy is not known, or the Trainer divides the loss.
     """
     own: Any = next(module for module in _unwrapped(model) if _is_a(module, "LightningModule"))
     trainer = getattr(own, "_trainer", None)

@@ -24,7 +24,8 @@ class HostGroup(dist.ProcessGroup):
     """The ranks of a process group, which talk on the host through a `Tree`. Only its ranks make it, together.
 
     gloo would connect each rank with every other one when the group is made, and all ranks of the world would have to
-    take part. Here a rank connects with its neighbours in a tree, and with ranks that it sends tokens to.
+    take part. Here a rank connects with its neighbours in a tree, and with ranks that it sends tokens to, over the
+    network on which the launcher's store is (MASTER_ADDR); GLOO_SOCKET_IFNAME does not matter.
 
     It takes `all_gather`, `all_gather_into_tensor`, `all_gather_object`, `all_reduce`, `all_to_all_single`, `barrier`,
     `broadcast` and `scatter` of `torch.distributed`, and what is made of them. A collective has ended when it returns.

@@ -180,7 +180,7 @@ def check_forest(model: nn.Module, argument: str = "model") -> None:
     """Refuses a model in which a shared token would get another result than in each of its samples.
 
     Raises:
-        wlb.WlbError: It names the layer, its kind and the way out.
+        wlb.WlbError: it names the layer, its kind and the way out.
     """
     if message := against_forests(model):
         raise error(argument, message)

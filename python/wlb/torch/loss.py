@@ -149,7 +149,7 @@ def _labels(batch: Any) -> int:
     """Number of labels that this rank counts for a micro-batch; its other context-parallel ranks count none.
 
     Raises:
-        WlbError: It has no labels in a known form.
+        WlbError: it has no labels in a known form.
     """
     if isinstance(batch, PackedBatch | ForestBatch):
         return batch.num_valid_tokens if batch.cp_rank == 0 else 0

@@ -43,7 +43,7 @@ class StepMetrics:
         every: steps between two lines.
 
     Raises:
-        WlbError: A sink is none of those; `every` is below 1.
+        WlbError: a sink is none of those; `every` is below 1.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def real_tokens(model: nn.Module, batch: PackedBatch | ForestBatch) -> Iterator[
         batch: what the model is called with, as `batch.as_hf()`, or a `ForestBatch`.
 
     Raises:
-        wlb.WlbError: The row has padding, and the model has a router loss from which padding cannot be left out.
+        wlb.WlbError: the row has padding, and the model has a router loss from which padding cannot be left out.
 
     Complexity:
         O(modules) for a row with padding; O(1) for one without.
@@ -75,7 +75,7 @@ def check_told(model: nn.Module, argument: str, value: Any = None) -> None:
     """Refuses padding for a model whose routers would learn from it.
 
     Raises:
-        wlb.WlbError: The model has a loss of its routers, in which padding cannot be left out.
+        wlb.WlbError: the model has a loss of its routers, in which padding cannot be left out.
     """
     if not has_router_loss(model) or _modules(model):
         return

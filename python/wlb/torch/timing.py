@@ -65,10 +65,10 @@ class TimedStep:
     """Seconds of one step's micro-batches on this rank.
 
     Attributes:
-        number: The step, as it was named, or counted from 0.
+        number: the step, as it was named, or counted from 0.
         seconds: float64 [micro-batches of this rank]: forward and backward of each; NaN for one that was not timed.
-        lengths: Tokens of the documents of each; empty where the step was ended without them.
-        ranks: Number of context-parallel ranks that shared each, for a dynamic plan; else empty.
+        lengths: tokens of the documents of each; empty where the step was ended without them.
+        ranks: number of context-parallel ranks that shared each, for a dynamic plan; else empty.
     """
 
     number: int
@@ -165,7 +165,7 @@ class StepTimer:
             lengths: instead of `step`: int [documents] for each micro-batch, if a log is to be written.
 
         Raises:
-            WlbError: A micro-batch was timed that the step does not have; an attached optimizer has ended the step
+            WlbError: a micro-batch was timed that the step does not have; an attached optimizer has ended the step
                 already; or the step is of a forest, whose nodes are no documents.
         """
         if self._optimizers:
@@ -215,7 +215,7 @@ class StepTimer:
         """Appends the steps of `read` to a log for `wlb fit`, one JSON object a micro-batch. Returns their number.
 
         Raises:
-            WlbError: A step was ended without the lengths of its micro-batches.
+            WlbError: a step was ended without the lengths of its micro-batches.
         """
         rows = []
         for step in self.read():
@@ -333,10 +333,10 @@ class Part:
     """Documents that run together: a micro-batch, or the documents of one group of ranks in it.
 
     Attributes:
-        lengths: Int [documents], tokens.
-        ranks: Number of ranks that share the pairs and tokens; each has a part of every document.
-        first_rank: The first of these ranks among the data x context ranks; None if the plan does not say.
-        other: Seconds that are no cost of documents: the exchange between its ranks.
+        lengths: int [documents], tokens.
+        ranks: number of ranks that share the pairs and tokens; each has a part of every document.
+        first_rank: the first of these ranks among the data x context ranks; None if the plan does not say.
+        other: seconds that are no cost of documents: the exchange between its ranks.
     """
 
     lengths: NDArray[np.integer[Any]]
@@ -360,7 +360,7 @@ class PlannedWork:
     """The parts of a plan.
 
     Attributes:
-        plan: The plan of a step.
+        plan: the plan of a step.
         parts: Micro-batches of a packing; for a dynamic plan the groups of each micro-batch, one micro-batch after
             another.
     """
@@ -431,9 +431,9 @@ class TimedPlan:
     """A step and the times of its parts on every rank.
 
     Attributes:
-        work: The parts of its plan.
+        work: the parts of its plan.
         times: float64 [ranks, micro-batches of a rank, 2]: index of the part in the plan, and its seconds.
-        ranks: The ranks that measured.
+        ranks: the ranks that measured.
     """
 
     work: PlannedWork
@@ -470,12 +470,12 @@ class CostUpdate:
     """Result of one fit to the timings, equal on every rank.
 
     Attributes:
-        step: Number of steps that were trained.
-        fit: The fitted costs; None if there were too few timings.
-        error_in_use: Median relative error of the costs in use over the same rows, after the best common factor.
-        problem: Why there is no fit, or why it is not good enough to plan with; "" for a good one.
-        imbalance: Mean imbalance of the steps since the last update, by the fitted costs.
-        believed: Mean imbalance of these steps by the costs in use.
+        step: number of steps that were trained.
+        fit: the fitted costs; None if there were too few timings.
+        error_in_use: median relative error of the costs in use over the same rows, after the best common factor.
+        problem: why there is no fit, or why it is not good enough to plan with; "" for a good one.
+        imbalance: mean imbalance of the steps since the last update, by the fitted costs.
+        believed: mean imbalance of these steps by the costs in use.
     """
 
     step: int
@@ -536,12 +536,12 @@ class CostTracker:
         timer: timer of this rank, if one is in use already.
 
     Attributes:
-        cost_model: The costs in use. Set it when plans change theirs, on all ranks at the same step.
-        timer: Times the micro-batches of this rank.
-        updates: The latest 100 updates.
+        cost_model: the costs in use. Set it when plans change theirs, on all ranks at the same step.
+        timer: times the micro-batches of this rank.
+        updates: the latest 100 updates.
 
     Raises:
-        WlbError: An argument makes no sense.
+        WlbError: an argument makes no sense.
     """
 
     def __init__(
@@ -580,7 +580,7 @@ class CostTracker:
             The update, in a step that made one.
 
         Raises:
-            WlbError: The step has no plan of wlb; without a mesh, not all ranks share the step; or ranks differ in the
+            WlbError: the step has no plan of wlb; without a mesh, not all ranks share the step; or ranks differ in the
                 number of the step, the settings, the costs in use or the fitted costs, and are named.
         """
         plan = getattr(step, "packing", None) or getattr(step, "plan", None)

@@ -168,7 +168,7 @@ def logits_of(model: nn.Module, batch: PackedBatch | ForestBatch) -> tuple[Tenso
     """Logits of a micro-batch, float[tokens, vocabulary], and the auxiliary loss if the model has one.
 
     Raises:
-        WlbError: The model returns something else.
+        WlbError: the model returns something else.
     """
     if not takes_input_ids(model):
         output = model(batch)

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from wlb._core import DELAY_PRICE, MAX_DELAY, WlbError
 from wlb._errors import error
 from wlb._shown import explained
-from wlb.filling import micro_batches
+from wlb.reading.sizes import micro_batches
 from wlb_tools.simulation.outcome import Outcome
 from wlb_tools.simulation.planner import check_planner, obstacle, planner_options
 from wlb_tools.simulation.run import simulate
@@ -44,10 +44,10 @@ def tune_loader(
     """The fastest of the plans that a loader of wlb makes inside a trainer, within a limit of the mean delay.
 
     Such a loader takes the tokens of a step and of a micro-batch, and computes the number of micro-batches
-    (`wlb.filling.micro_batches`). Its costs are those of the model's configuration, and documents wait for at most 16
-    steps by the adaptive rule, or not at all. So only this is tried: the tokens of a micro-batch, from one context up
-    to what fits; with and without waiting; and Dynamic-CP, where the trainer has it. Among choices within 0.3 % of the
-    fastest, the one with fewest tokens and least waiting is taken.
+    (`wlb.reading.sizes.micro_batches`). Its costs are those of the model's configuration, and documents wait for at
+    most 16 steps by the adaptive rule, or not at all. So only this is tried: the tokens of a micro-batch, from one
+    context up to what fits; with and without waiting; and Dynamic-CP, where the trainer has it. Among choices within
+    0.3 % of the fastest, the one with fewest tokens and least waiting is taken.
 
     Args:
         lengths: see `wlb_tools.simulation.tune`.

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import CostModel, Packer, Packing
-from wlb.filling import Offer, batch_tokens, check_max_early, least_tokens, next_packing
+from wlb.reading.filling import Offer, next_packing
+from wlb.reading.sizes import batch_tokens, check_max_early, least_tokens
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Read:
 
 
 class Reading:
-    """Documents in order of arrival, on their way into a packer: the `wlb.filling.Source` of a simulation.
+    """Documents in order of arrival, on their way into a packer: the `wlb.reading.filling.Source` of a simulation.
 
     They are read as by the loaders of `wlb.torch`, so that a simulation has the plans of a run (tested). Documents that
     a packer does not admit enter in a later step, so a stream may have more steps than global batches.
@@ -129,7 +130,7 @@ class Reading:
         """int64[n]: the iteration in which the turn of each document was, for documents read so far."""
 
     def offer(self, extra: int) -> Offer:
-        """See `wlb.filling.Source`. The last offer has all the rest, so that no small step is left."""
+        """See `wlb.reading.filling.Source`. The last offer has all the rest, so that no small step is left."""
         wanted = (1 + extra) * self._tokens_per_batch
         first, ends = self._read, self._ends
         before = int(ends[first] - self._lengths[first])
@@ -155,7 +156,7 @@ class Reading:
         return Offer(ids, None, self._lengths[ids], more=more, rest_waits=not more, costs=costs, early=self._early)
 
     def advance(self, pieces: int) -> None:
-        """See `wlb.filling.Source`."""
+        """See `wlb.reading.filling.Source`."""
         entered = self._offered[:pieces]
         self.turns[entered] = self._iteration
         if self._early is not None:

@@ -380,7 +380,7 @@ fn plans_compute_every_pair_of_the_mask_once_and_bring_every_gradient_home() {
             }
         }
     }
-    assert!(merged > 0 || cases < 3000, "no case has a trunk");
+    assert!(merged > 0 || cases < 3000, "no case has a prefix");
 }
 
 /// Thread blocks that the calls start, another call counting as some: counted one by one.

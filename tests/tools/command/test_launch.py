@@ -321,14 +321,14 @@ def test_options_that_are_quoted_exist(tmp_path: Path) -> None:
     from wlb_tools.cluster import capacity
     from wlb_tools.command.app import _COMMANDS, _options
     from wlb_tools.command.errors import setting
-    from wlb_tools.command.inputs import launch as module
+    from wlb_tools.command.inputs.launch import settings as module
 
     existing = {each.__name__: _options([each.__name__, "x"]) for each in _COMMANDS}
     anywhere = set().union(*existing.values(), {"--help", "--help-all", "--version"})
     # Options of nvidia-smi and Megatron, and the beginning of options that switch something off.
     of_others = {"--format", "--id", "--query-gpu", "--expert-tensor-parallel-size", "--no-"}
     for path in Path(wlb_tools.__file__).parent.rglob("*.py"):
-        if path == Path(module.__file__):
+        if path.is_relative_to(Path(module.__file__).parent):
             continue
         texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
         quoted = {word for text in texts if isinstance(text, str) for word in QUOTED.findall(text)}

@@ -46,9 +46,9 @@ class MicroBatchLoader:
         device: where rows are put without waiting for the copy; None: the Trainer moves them.
 
     Attributes:
-        steps: As above.
-        dataset: As above.
-        untrained: Steps that were given and may not have been trained yet, without their micro-batches, and for each
+        steps: as above.
+        dataset: as above.
+        untrained: steps that were given and may not have been trained yet, without their micro-batches, and for each
             the epochs done after it. None if nobody needs them.
     """
 
@@ -100,10 +100,10 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
     since. The Trainer asks only one rank for the state, so the state needs no communication.
 
     Attributes:
-        line: Figures of the last trained step (`wlb.torch.StepMetrics`).
-        documents: Documents of which training began since this call, on all ranks; pieces of one count once.
-        pace: Of the learning-rate schedule, saved in checkpoints too; None: every step moves it by one.
-        anew: Whether the data begin anew after a resume, because the checkpoint was saved without this callback.
+        line: figures of the last trained step (`wlb.torch.StepMetrics`).
+        documents: documents of which training began since this call, on all ranks; pieces of one count once.
+        pace: of the learning-rate schedule, saved in checkpoints too; None: every step moves it by one.
+        anew: whether the data begin anew after a resume, because the checkpoint was saved without this callback.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         """Restores the loader if training resumes.
 
         Raises:
-            wlb.WlbError: The Trainer has another loader, or arguments with which it would train other documents; or the
+            wlb.WlbError: the Trainer has another loader, or arguments with which it would train other documents; or the
                 checkpoint was saved without this callback, or is of other documents.
         """
         loader = kwargs["train_dataloader"]
@@ -167,7 +167,7 @@ class MicroBatchCallback(TrainerCallback, ExportableState):
         If a callback stopped the epoch (`control.should_epoch_stop`), the rest of it is not trained.
 
         Raises:
-            wlb.WlbError: A callback stopped the epoch of a stream, which has none.
+            wlb.WlbError: a callback stopped the epoch of a stream, which has none.
         """
         if control.should_epoch_stop:
             if not isinstance(self._steps, StepLoader):

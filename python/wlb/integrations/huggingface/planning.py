@@ -20,12 +20,12 @@ from transformers.trainer_utils import has_length
 import wlb
 from wlb._choices import Oversize
 from wlb._errors import error
-from wlb.filling import step_tokens
 from wlb.integrations.counting import steps_with_labels_left
 from wlb.integrations.huggingface.plans import KnownLengths, Limits, Streamed
 from wlb.integrations.huggingface.refusals import check_longest, check_trainer, shuffles
 from wlb.integrations.rows import Rows
 from wlb.integrations.schedules import Pace
+from wlb.reading.sizes import step_tokens
 from wlb.reading.state import field as field_of
 from wlb.torch.data import Documents
 from wlb.torch.data.loading import Loading
@@ -179,7 +179,7 @@ class Planner:
         """Whether a checkpoint is of other documents, and `ignore_data_skip` says that the data begin anew.
 
         Raises:
-            wlb.WlbError: It is of other documents, and `ignore_data_skip` does not say so.
+            wlb.WlbError: it is of other documents, and `ignore_data_skip` does not say so.
         """
         wrong = "" if resumed.state is None else plan.sampler().other_documents(resumed.state)
         if wrong and not self.given(trainer, "ignore_data_skip"):

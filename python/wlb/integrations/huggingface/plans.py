@@ -16,11 +16,11 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 import wlb
-from wlb.filling import micro_batches
 from wlb.integrations.huggingface.loader import row_of
 from wlb.integrations.rows import Collator, Rows
 from wlb.integrations.streams import streams_of
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import micro_batches
 from wlb.torch.data import BalancedBatchSampler, BalancedStream, Documents, PackedBatch, StepLoader
 from wlb.torch.data.loading import SHAPE, Loading
 
@@ -32,11 +32,11 @@ class Limits:
     """Settings of a packer that do not depend on the number of micro-batches.
 
     Attributes:
-        max_tokens: Most tokens of a micro-batch.
-        loading: Options of the loader.
-        others: Further arguments of the packer.
-        ranks: Number of data-parallel ranks.
-        meet: Whether they wait for each other in every micro-batch.
+        max_tokens: most tokens of a micro-batch.
+        loading: options of the loader.
+        others: further arguments of the packer.
+        ranks: number of data-parallel ranks.
+        meet: whether they wait for each other in every micro-batch.
     """
 
     max_tokens: int
@@ -76,13 +76,13 @@ class KnownLengths:
     """Documents of known lengths.
 
     Attributes:
-        rows: The documents.
+        rows: the documents.
         lengths: int64 [documents].
-        packer: For their steps.
-        num_epochs: Epochs of the run.
-        shuffle: Whether each epoch has its own order.
-        args: The trainer's arguments.
-        limits: Settings of the packer.
+        packer: for their steps.
+        num_epochs: epochs of the run.
+        shuffle: whether each epoch has its own order.
+        args: the trainer's arguments.
+        limits: settings of the packer.
     """
 
     rows: Rows
@@ -131,10 +131,10 @@ class Streamed:
     """Documents of a data set without a length.
 
     Attributes:
-        dataset: Iterable, equal on all ranks.
-        collator: Called with one document at a time.
-        packer: For their steps.
-        limits: Settings of the packer.
+        dataset: iterable, equal on all ranks.
+        collator: called with one document at a time.
+        packer: for their steps.
+        limits: settings of the packer.
     """
 
     dataset: Any
@@ -157,7 +157,7 @@ class Evaluation:
     """Every document once, in rows of packed documents, with equally many rows on all ranks.
 
     Attributes:
-        dataset: The data to evaluate on.
+        dataset: the data to evaluate on.
     """
 
     def __init__(self, rows: Rows, limits: Limits, args: TrainingArguments, *, plain: bool) -> None:

@@ -28,7 +28,7 @@ def check_trainer(trainer: Any) -> None:
     """Refuses trainers that cannot be balanced.
 
     Raises:
-        wlb.WlbError: The first reason, and what to do about it.
+        wlb.WlbError: the first reason, and what to do about it.
     """
     if Version(transformers.__version__) < Version(OLDEST["transformers"]):
         message = f"is of transformers {transformers.__version__}: {OLDEST['transformers']} or newer is needed"
@@ -58,7 +58,7 @@ def shuffles(trainer: Any) -> bool:
     """Whether each epoch has an order of its own; False if epochs keep the order of the data set.
 
     Raises:
-        wlb.WlbError: The sampler draws with weights or leaves documents out. A plan would not use it.
+        wlb.WlbError: the sampler draws with weights or leaves documents out. A plan would not use it.
     """
     dataset = trainer.train_dataset
     sampler = trainer._get_train_sampler(dataset)
@@ -87,7 +87,7 @@ def _check_examples(trainer: Any) -> None:
     """Refuses trainers whose examples are several sequences: DPO, KTO, reward models.
 
     Raises:
-        wlb.WlbError: It names the trainer, and a way to plan its micro-batches.
+        wlb.WlbError: it names the trainer, and a way to plan its micro-batches.
     """
     columns = getattr(trainer.train_dataset, "column_names", None) or ()
     names = [cls.__name__ for cls in type(trainer).__mro__]
@@ -130,7 +130,7 @@ def check_longest(trainer: Any, max_document_tokens: int) -> None:
     """Refuses models for which a document of a row may be too long.
 
     Raises:
-        wlb.WlbError: The factors of its positions follow the longest document of a row.
+        wlb.WlbError: the factors of its positions follow the longest document of a row.
     """
     if wrong := against_packing(trainer.model, max_document_tokens):
         raise error("max_document_tokens", f"= {max_document_tokens}: the model {wrong}", value=max_document_tokens)

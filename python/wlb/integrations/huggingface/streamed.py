@@ -33,9 +33,9 @@ class StreamedEvaluation:
         accelerator: the trainer's.
 
     Attributes:
-        dataset: As above.
-        end_of_dataloader: Whether the batch that was given is the last one; read by accelerate.
-        remainder: How many rows of the last batches of all ranks are new; -1 before the last one; read by accelerate.
+        dataset: as above.
+        end_of_dataloader: whether the batch that was given is the last one; read by accelerate.
+        remainder: how many rows of the last batches of all ranks are new; -1 before the last one; read by accelerate.
     """
 
     def __init__(self, dataset: Any, collator: Collator, args: TrainingArguments, accelerator: Any) -> None:

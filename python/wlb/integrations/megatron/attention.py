@@ -29,10 +29,10 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
     """Megatron-Core's description of a packed row, with the places of its tokens on ranks.
 
     Attributes:
-        shard: Where its tokens are.
-        ranks: The ranks that hold the row; None: only this one.
-        position: The group whose sizes rotary embeddings use: `ranks`, or one of a single rank; None: the model's own.
-        padded: Whether some of this rank's tokens are padding.
+        shard: where its tokens are.
+        ranks: the ranks that hold the row; None: only this one.
+        position: the group whose sizes rotary embeddings use: `ranks`, or one of a single rank; None: the model's own.
+        padded: whether some of this rank's tokens are padding.
     """
 
     shard: wlb.Shard | None = None
@@ -44,7 +44,7 @@ class ShardedSeqParams(PackedSeqParams):  # type: ignore[misc]
         """Refuses the shard of a forest.
 
         Raises:
-            wlb.WlbError: It is a shard of a forest.
+            wlb.WlbError: it is a shard of a forest.
         """
         if self.shard is not None and self.shard.forest is not None:
             message = (

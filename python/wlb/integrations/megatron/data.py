@@ -157,7 +157,7 @@ def _ranks(setup: Setup, everyone: Any) -> Ranks:
     """The groups for rows.
 
     Raises:
-        wlb.WlbError: A group that a Dynamic-CP plan may need was not made.
+        wlb.WlbError: a group that a Dynamic-CP plan may need was not made.
     """
     group = parallel_state.get_context_parallel_group()
     if not setup.dynamic_cp:

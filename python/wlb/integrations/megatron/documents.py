@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 from wlb._errors import error
 from wlb.integrations.megatron.multiples import padded_lengths
-from wlb.reading.documents import IGNORE, Document, Piece, cut, filled_up
+from wlb.reading.columns import filled_up
+from wlb.reading.documents import IGNORE, Document, Piece, cut
 from wlb.torch.data.dataset import Documents
 
 
@@ -27,7 +28,7 @@ class IndexedDocuments(Dataset[Document]):
 
     Attributes:
         lengths: int [documents] tokens; if every document is one sequence, this is the index itself, not a copy.
-        skipped: Documents without tokens.
+        skipped: documents without tokens.
 
     Raises:
         wlb.WlbError: there are no such files, or they have something other than text.
@@ -55,7 +56,7 @@ class IndexedDocuments(Dataset[Document]):
         """The document, or a piece of it. Only it is read, and the token that follows a piece.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does, so the plan had another length than the files.
+            wlb.WlbError: the document ends before the piece does, so the plan had another length than the files.
         """
         number, start, length = index if isinstance(index, Piece) else (index, 0, int(self.lengths[index]))
         found = int(self.lengths[number])
@@ -160,7 +161,7 @@ def source(dataset: Any, lengths: ArrayLike | None) -> tuple[Any, NDArray[Any]]:
     """Documents that can be read by pieces, and their lengths.
 
     Raises:
-        wlb.WlbError: The data set is one of Megatron's that packs documents by itself; or lengths are not those of all
+        wlb.WlbError: the data set is one of Megatron's that packs documents by itself; or lengths are not those of all
             documents, or were given for files that have an index.
     """
     for cls in type(dataset).__mro__:

@@ -38,16 +38,16 @@ class MegatronStep:
     """One step of a rank: everything between two updates of the optimizer.
 
     Attributes:
-        number: Steps before this one, since the run began.
-        epoch: Pass over the documents to which it belongs.
-        batches: Its micro-batches, equally many on all ranks; with a Dynamic-CP plan their number differs between
+        number: steps before this one, since the run began.
+        epoch: pass over the documents to which it belongs.
+        batches: its micro-batches, equally many on all ranks; with a Dynamic-CP plan their number differs between
             steps.
-        padding_tokens: Tokens of padding that kernels demand. Only ranks that read count them, each its own, so their
+        padding_tokens: tokens of padding that kernels demand. Only ranks that read count them, each its own, so their
             sum is that of the step.
-        arguments: For `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
-        figures: Figures of its plan, by the names of `wlb.torch.StepMetrics`; on every rank, because Megatron's writers
+        arguments: for `forward_backward_func(forward_step_func=..., model=..., **step.arguments)`.
+        figures: figures of its plan, by the names of `wlb.torch.StepMetrics`; on every rank, because Megatron's writers
             are on the last one.
-        source: On a rank that reads, the step of its loader, with its plan, its pieces for a `wt.Ledger`, and its
+        source: on a rank that reads, the step of its loader, with its plan, its pieces for a `wt.Ledger`, and its
             documents; None on others.
     """
 
@@ -67,7 +67,7 @@ class MegatronStep:
                 These return None except on the last rank, and None is ignored.
 
         Raises:
-            wlb.WlbError: A writer is of an unknown kind.
+            wlb.WlbError: a writer is of an unknown kind.
         """
         for index, writer in enumerate(writers):
             if writer is not None:
@@ -89,13 +89,13 @@ class Header:
     """The facts of a step that all ranks with the same documents need.
 
     Attributes:
-        failure: What went wrong while it was read; None: nothing.
-        ended: Whether there is no further step.
-        number: Number of the step.
-        epoch: Its epoch.
-        rows: Its micro-batches.
-        figures: Figures of its plan.
-        weighted: Whether its labels have weights.
+        failure: what went wrong while it was read; None: nothing.
+        ended: whether there is no further step.
+        number: number of the step.
+        epoch: its epoch.
+        rows: its micro-batches.
+        figures: figures of its plan.
+        weighted: whether its labels have weights.
     """
 
     failure: str | None = None
@@ -145,7 +145,7 @@ class DataIterator:
         """The next step.
 
         Raises:
-            wlb.WlbError: On all ranks, if a rank could not read or ranks have different plans.
+            wlb.WlbError: on all ranks, if a rank could not read or ranks have different plans.
         """
         if self._config.finalize_model_grads_func is None:
             message = "is not set: gradients would not be added up and divided by the labels of a step; set it to "
@@ -181,7 +181,7 @@ class DataIterator:
         """Balance and delay so far, on ranks that read.
 
         Raises:
-            wlb.WlbError: This rank does not read.
+            wlb.WlbError: this rank does not read.
         """
         return self._reading().metrics()
 
@@ -195,7 +195,7 @@ class DataIterator:
         """Continues after the step that had this state. Every rank calls it; ranks that do not read ignore it.
 
         Raises:
-            wlb.WlbError: This rank reads, and the state is not of these documents and settings.
+            wlb.WlbError: this rank reads, and the state is not of these documents and settings.
         """
         if self._steps is None:
             return

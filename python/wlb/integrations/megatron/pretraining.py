@@ -10,11 +10,11 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 
 from wlb._errors import error
-from wlb.filling import step_tokens
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.data import data_iterator
 from wlb.integrations.megatron.iterator import DataIterator
 from wlb.integrations.megatron.rows import Batch
+from wlb.reading.sizes import step_tokens
 from wlb.torch.data.loading import FOREVER
 
 

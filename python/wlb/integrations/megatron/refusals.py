@@ -30,7 +30,7 @@ def check_version() -> None:
     """Refuses a megatron-core that is too old, and warns of one that is newer than the newest checked version.
 
     Raises:
-        wlb.WlbError: It is older than 0.16, or its `PackedSeqParams` do not name the ranks of a row.
+        wlb.WlbError: it is older than 0.16, or its `PackedSeqParams` do not name the ranks of a row.
     """
     try:
         found = version("megatron-core")
@@ -65,7 +65,7 @@ def check_config(config: Any, *, dynamic_cp: bool) -> None:
     """Refuses configurations that would train other documents than the plan, or weigh them differently.
 
     Raises:
-        wlb.WlbError: Naming the first such field.
+        wlb.WlbError: naming the first such field.
     """
     for name, why in _SWITCHED_ON.items():
         if value := getattr(config, name, None):
@@ -106,7 +106,7 @@ def check_experts(config: Any) -> None:
     """Refuses experts that padding takes room from, or whose routers would learn from padding.
 
     Raises:
-        wlb.WlbError: Naming the first such field of the configuration.
+        wlb.WlbError: naming the first such field of the configuration.
     """
     if not getattr(config, "num_moe_experts", None):
         return
@@ -194,7 +194,7 @@ def check_layers(chunks: list[Any]) -> None:
     """Refuses layers that use the ranks of the model, because in a Dynamic-CP plan each micro-batch has its own ranks.
 
     Raises:
-        wlb.WlbError: They are recurrent, or their attention takes positions for the ranks of the model.
+        wlb.WlbError: they are recurrent, or their attention takes positions for the ranks of the model.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         name = type(module).__name__
@@ -214,7 +214,7 @@ def check_interleaved(num_microbatches: int, config: Any) -> None:
     """Refuses a number of micro-batches that Megatron-Core's interleaved schedule cannot run.
 
     Raises:
-        wlb.WlbError: It is smaller than a group of them, or leaves a last group smaller than the number of stages.
+        wlb.WlbError: it is smaller than a group of them, or leaves a last group smaller than the number of stages.
     """
     if not config.virtual_pipeline_model_parallel_size:
         return

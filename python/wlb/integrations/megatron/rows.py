@@ -30,7 +30,7 @@ class Batch(NamedTuple):
             last stage, else None.
         attention_mask: None: `packed_seq_params` has the documents.
         position_ids: int64 [1, tokens of this rank], positions in documents.
-        packed_seq_params: Documents, and the ranks that hold them.
+        packed_seq_params: documents, and the ranks that hold them.
         padding_mask: bool [1, tokens of this rank]: True where a token is padding, which routers of experts must not
             learn from. On every stage; with sequence parallelism, beyond the first stage only the tokens of this
             tensor-parallel rank. None for a model without experts, and if only rows without documents can have padding.
@@ -50,11 +50,11 @@ class Row:
     """The layout of a micro-batch on its ranks, as every pipeline stage needs it.
 
     Attributes:
-        lengths: Tokens of its documents.
-        cp_size: Number of ranks that hold it.
-        cp_rank: This rank among them.
-        filler: Tokens of padding at the end of this rank's row, as a document of its own.
-        padded: Which of the rank's other tokens are padding, as bits; empty: none.
+        lengths: tokens of its documents.
+        cp_size: number of ranks that hold it.
+        cp_rank: this rank among them.
+        filler: tokens of padding at the end of this rank's row, as a document of its own.
+        padded: which of the rank's other tokens are padding, as bits; empty: none.
     """
 
     lengths: tuple[int, ...]
@@ -75,9 +75,9 @@ class Ranks:
     """The ranks that hold a row, by the number of ranks.
 
     Attributes:
-        group: This rank's group, by number of ranks; None for 1.
-        alone: A group of this rank only.
-        dynamic: Whether rows have different numbers of ranks.
+        group: this rank's group, by number of ranks; None for 1.
+        alone: a group of this rank only.
+        dynamic: whether rows have different numbers of ranks.
     """
 
     group: Callable[[int], dist.ProcessGroup | None]

@@ -81,7 +81,7 @@ class DynamicCpScheduler:
             number.
 
         Raises:
-            wlb.WlbError: A sample fits on no group, is cut into rows that the kernels of FP8 or FP4 do not accept, or
+            wlb.WlbError: a sample fits on no group, is cut into rows that the kernels of FP8 or FP4 do not accept, or
                 there are fewer samples than ranks.
         """
         numbers = [int(number) for number, _ in sample_id_seqlens]

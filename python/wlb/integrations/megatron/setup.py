@@ -13,11 +13,11 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 import wlb
 from wlb._errors import check_integer, error
-from wlb.filling import ROOM, micro_batches
 from wlb.integrations.megatron.costs import cost_of
 from wlb.integrations.megatron.groups import NOT_HERE
 from wlb.integrations.megatron.multiples import required_multiple, row_multiple
 from wlb.integrations.megatron.refusals import check_config, check_experts, check_layers, check_version
+from wlb.reading.sizes import ROOM, micro_batches
 from wlb.torch.data.loading import Loading
 
 # Arguments of plans that are computed from the model and the ranks.

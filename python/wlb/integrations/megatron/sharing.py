@@ -22,11 +22,11 @@ class Sharing(Generic[T]):
     tensor-parallel ranks. Tokens go to the ranks of the first stage, labels to those of the last one.
 
     Attributes:
-        tp: The tensor-parallel ranks of this stage.
-        pp: The stages of this tensor-parallel rank.
-        device: The device of tensors to send.
-        predicts: Whether the last stage predicts further tokens, and so needs tokens, too.
-        each: Whether every rank reads for itself and nothing is sent. Needed if steps are read inside a schedule, where
+        tp: the tensor-parallel ranks of this stage.
+        pp: the stages of this tensor-parallel rank.
+        device: the device of tensors to send.
+        predicts: whether the last stage predicts further tokens, and so needs tokens, too.
+        each: whether every rank reads for itself and nothing is sent. Needed if steps are read inside a schedule, where
             a stage that waited for the next one would wait forever.
     """
 

@@ -104,7 +104,7 @@ class DocumentAttention(Module):
         """Attention of this rank's queries, [1, tokens, heads, head_dim]; keys may have fewer heads.
 
         Raises:
-            wlb.WlbError: A layer also needs the normalizers of the softmax (`out_transform`).
+            wlb.WlbError: a layer also needs the normalizers of the softmax (`out_transform`).
         """
         if out_transform is not None:
             raise error("out_transform", "is not there under context parallelism: take attn_backend='flex'")

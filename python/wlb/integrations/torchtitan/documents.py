@@ -19,7 +19,7 @@ def known(config: Any, tokenizer: Any) -> tuple[Documents, Any] | None:
     """The documents of a configuration and their lengths, int [documents]; None if it has streams.
 
     Raises:
-        wlb.WlbError: It has no documents, several kinds of them, or a data set that torchtitan does not know.
+        wlb.WlbError: it has no documents, several kinds of them, or a data set that torchtitan does not know.
     """
     given = [name for name in ("documents", "streams", "dataset") if _is_given(getattr(config, name))]
     if len(given) != 1:

@@ -56,7 +56,7 @@ def check_experts(config: Any) -> None:
     """Refuses experts whose counts would include padding.
 
     Raises:
-        wlb.WlbError: Their biases depend on counts of tokens that are on tensor-parallel ranks, or in pipeline stages,
+        wlb.WlbError: their biases depend on counts of tokens that are on tensor-parallel ranks, or in pipeline stages,
             where the running micro-batch is not known.
     """
     parallelism = config.parallelism

@@ -18,9 +18,9 @@ from torchtitan.components.dataloader import BaseDataLoader
 import wlb
 from wlb._core import MAX_DELAY, most_tokens, padded_tokens
 from wlb._errors import check_integer, error
-from wlb.filling import step_tokens
 from wlb.integrations.torchtitan.documents import known, streams
 from wlb.integrations.with_labels import steps_with_labels
+from wlb.reading.sizes import step_tokens
 from wlb.reading.state import field as field_of
 from wlb.torch.data import IGNORE, BalancedStream, PackedBatch, Step, StepLoader, collate
 from wlb.torch.data.loading import FOREVER, SHAPE, Loading
@@ -59,15 +59,15 @@ class WlbDataLoader(BaseDataLoader):
         snapshot_every_n_steps: not used: a state is made when it is asked for.
 
     Attributes:
-        config: The configuration, with the lengths that were read.
-        steps: Source of micro-batches.
-        step: The step of the last micro-batch.
-        before_first: Called with the first step before any of it is given.
-        given: Number of steps that were given, with those before a resume.
-        figures: Figures of the step's plan, by the names of `wlb.torch.StepMetrics`.
+        config: the configuration, with the lengths that were read.
+        steps: source of micro-batches.
+        step: the step of the last micro-batch.
+        before_first: called with the first step before any of it is given.
+        given: number of steps that were given, with those before a resume.
+        figures: figures of the step's plan, by the names of `wlb.torch.StepMetrics`.
 
     Raises:
-        wlb.WlbError: An argument is invalid; the configuration has no documents, or several kinds of them.
+        wlb.WlbError: an argument is invalid; the configuration has no documents, or several kinds of them.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -154,7 +154,7 @@ class WlbDataLoader(BaseDataLoader):
             """The longest micro-batch: `max_tokens`, or the largest allowed length below it.
 
             Raises:
-                wlb.WlbError: The allowed lengths are invalid, or are all above `max_tokens`.
+                wlb.WlbError: the allowed lengths are invalid, or are all above `max_tokens`.
             """
             multiple, buckets = self.multiple_of_tokens, self.token_buckets
             return most_tokens(self.max_tokens, multiple_of_tokens=multiple, token_buckets=buckets)
@@ -254,7 +254,7 @@ class WlbDataLoader(BaseDataLoader):
         """State after the last step that was given, equal on all ranks. The Trainer fetches no batch ahead.
 
         Raises:
-            wlb.WlbError: A step was given only in part, because the Trainer takes another number of micro-batches.
+            wlb.WlbError: a step was given only in part, because the Trainer takes another number of micro-batches.
         """
         if self._inside:
             message = f"= {self.config.micro_batches}: the Trainer saved after {self._inside} of them; make it what a "
@@ -269,7 +269,7 @@ class WlbDataLoader(BaseDataLoader):
         """The next iteration begins at this state. On an error nothing has changed.
 
         Raises:
-            wlb.WlbError: The state is of another loader, other documents or another configuration.
+            wlb.WlbError: the state is of another loader, other documents or another configuration.
         """
         if not state_dict:  # a checkpoint without a state of the loader
             return
@@ -287,7 +287,7 @@ class WlbDataLoader(BaseDataLoader):
         """Checks that the data are after the step at which the Trainer resumes.
 
         Raises:
-            wlb.WlbError: They are not, for example because the checkpoint was loaded without the state of the data.
+            wlb.WlbError: they are not, for example because the checkpoint was loaded without the state of the data.
         """
         if self.given != step:
             message = (
@@ -307,7 +307,7 @@ class WlbDataLoader(BaseDataLoader):
         """One micro-batch as torchtitan takes it, padded to an allowed length.
 
         Raises:
-            wlb.WlbError: Documents have position ids or weights, which torchtitan's batches cannot have.
+            wlb.WlbError: documents have position ids or weights, which torchtitan's batches cannot have.
         """
         batch.check_columns((), "torchtitan's batches have no place for")
         tokens = batch.tokens.numel() - batch.num_padding

@@ -72,7 +72,7 @@ class PlannedSchedule:
         """Runs a pipeline step, as torch's schedules do, on micro-batches that torchtitan has split.
 
         Raises:
-            wlb.WlbError: Another rank of the pipeline has micro-batches of other lengths.
+            wlb.WlbError: another rank of the pipeline has micro-batches of other lengths.
         """
         planned = [PipelineMicroBatch(tokens=row["positions"].shape[1], kwargs=row) for row in kwarg_mbs]
         check_same(self._stages[0].group, planned, type(self._schedule).__name__)

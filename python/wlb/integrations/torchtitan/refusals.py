@@ -21,7 +21,7 @@ def check_config(config: Any) -> None:
     """Refuses configurations that cannot be balanced.
 
     Raises:
-        wlb.WlbError: The first reason, and what to do about it.
+        wlb.WlbError: the first reason, and what to do about it.
     """
     if not isinstance(config, Trainer.Config):
         kind = f"{type(config).__module__}.{type(config).__qualname__}"
@@ -41,7 +41,7 @@ def check_dataloader(loader: Any) -> None:
     """Refuses a data loader from which no data set can be taken, if balance got no documents.
 
     Raises:
-        wlb.WlbError: It packs by itself, which a plan cannot keep; or it has no data set.
+        wlb.WlbError: it packs by itself, which a plan cannot keep; or it has no data set.
     """
     if type(loader) in (BaseDataLoader.Config, HuggingFaceTextDataLoader.Config):
         return

@@ -15,7 +15,6 @@ from torchtitan.distributed.spmd_types import annotate_input_spmd_types
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 
-from wlb.filling import micro_batches
 from wlb.integrations.torchtitan.context_parallel import shard_for_flex, shard_for_varlen, with_document_attention
 from wlb.integrations.torchtitan.costs import cost_of_model
 from wlb.integrations.torchtitan.experts import RealTokens
@@ -23,6 +22,7 @@ from wlb.integrations.torchtitan.loader import WlbDataLoader
 from wlb.integrations.torchtitan.pipeline import over_unequal_micro_batches, token_shares
 from wlb.integrations.torchtitan.proof import prove
 from wlb.integrations.torchtitan.refusals import check_config, inner_attentions
+from wlb.reading.sizes import micro_batches
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as _Trainer
@@ -74,7 +74,7 @@ class BalancedTrainer(_Trainer):
         """Checks that the data are at the trainer's step. Called once the checkpoint is loaded.
 
         Raises:
-            wlb.WlbError: They are not.
+            wlb.WlbError: they are not.
         """
         if data_iterable is self._wlb_loader:
             self._wlb_loader.check_begin(self.step)

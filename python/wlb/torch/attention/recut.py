@@ -111,7 +111,7 @@ class HaloRoute:
         """The route of `rank`; tensors on the host.
 
         Raises:
-            WlbError: Some rank does not have exactly one run of the packed sequence, in the order of the ranks.
+            WlbError: some rank does not have exactly one run of the packed sequence, in the order of the ranks.
         """
         runs: list[tuple[int, int]] = []
         end = 0

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._rows import WITHOUT_EFFECT, masked_lengths
-from wlb.reading.documents import nothing
-from wlb.reading.rows import KNOWN, RowReader, sequence_lengths
+from wlb.reading.row_kinds import WITHOUT_EFFECT, masked_lengths
+from wlb.reading.rows import KNOWN, RowReader
+from wlb.reading.values import nothing, sequence_lengths
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ArrowRows:
     """Reads rows of a data set as arrays.
 
     Attributes:
-        tables: The data set with only the columns that are read, in the format of tables.
+        tables: the data set with only the columns that are read, in the format of tables.
 
     Complexity:
         One query, and a copy of the rows asked for.
@@ -34,7 +34,7 @@ class ArrowRows:
         """The rows of a data set of Arrow tables; None for other data sets.
 
         Raises:
-            wlb.WlbError: The data set has a column that `reader` refuses.
+            wlb.WlbError: the data set has a column that `reader` refuses.
         """
         if not _is_tables(dataset):
             return None
@@ -57,7 +57,7 @@ class ArrowRows:
         """int64 [documents] of each row, the tokens of its documents; None if every row is one document.
 
         Raises:
-            wlb.WlbError: Some rows have none.
+            wlb.WlbError: some rows have none.
         """
         if "seq_lengths" not in self.tables.column_names:
             return None
@@ -74,7 +74,7 @@ def arrow_lengths(dataset: Any, argument: str = "dataset") -> NDArray[np.int64] 
     Tokens with 0 in `attention_mask`, if there is such a column, are padding.
 
     Raises:
-        wlb.WlbError: A row has no tokens (null); the error names it, and `argument`.
+        wlb.WlbError: a row has no tokens (null); the error names it, and `argument`.
     """
     if not _is_tables(dataset):
         return None

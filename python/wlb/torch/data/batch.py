@@ -32,18 +32,18 @@ class PackedBatch:
             mRoPE.
         cu_seqlens: int32 [documents + 1], of the whole packed sequence, on all ranks; padding is a document. With
             `max_documents` it always has that and 2 entries, of which the last ones repeat the end.
-        max_seqlen: Tokens of the longest document, also of padding; 0 without documents.
-        shard: The places of the packed sequence's tokens on all context-parallel ranks.
-        cp_rank: The rank whose tokens these are.
+        max_seqlen: tokens of the longest document, also of padding; 0 without documents.
+        shard: the places of the packed sequence's tokens on all context-parallel ranks.
+        cp_rank: the rank whose tokens these are.
         document_ids: int64 [documents], in packed order, without the padding.
-        num_valid_tokens: Labels that are not IGNORE, on all context-parallel ranks together.
-        cp_first_rank: First rank of its context-parallel group among the data x context ranks, if the plan chose a
+        num_valid_tokens: labels that are not IGNORE, on all context-parallel ranks together.
+        cp_first_rank: first rank of its context-parallel group among the data x context ranks, if the plan chose a
             group for this micro-batch (`ContextParallelGroups.of` finds it); None: the group is that of the mesh.
-        columns: Further values of each token by name, [..., tokens_of_this_rank]. "loss_weights", float
+        columns: further values of each token by name, [..., tokens_of_this_rank]. "loss_weights", float
             [tokens_of_this_rank]: factors of the loss of each label. "labels_ahead", int64 [k - 1,
             tokens_of_this_rank]: row j has the label j + 2 ahead in the document, IGNORE behind its end. And the
             columns that the loader was asked to carry. Padding has weight 0, no labels, and 0 in other columns.
-        own_positions: Whether documents have `position_ids` of their own.
+        own_positions: whether documents have `position_ids` of their own.
     """
 
     tokens: Tensor
@@ -145,7 +145,7 @@ class PackedBatch:
             taker: its name in the error.
 
         Raises:
-            wlb.WlbError: Naming the column.
+            wlb.WlbError: naming the column.
         """
         brought = [*self.columns, *(["position_ids"] if self.own_positions else [])]
         for name in brought:
@@ -186,7 +186,7 @@ class PackedBatch:
             are [1, ..., tokens].
 
         Raises:
-            wlb.WlbError: It is only one context-parallel rank's part of a micro-batch. Documents have weights, which
+            wlb.WlbError: it is only one context-parallel rank's part of a micro-batch. Documents have weights, which
                 these models' losses do not take; or one row of position ids in which the borders of documents cannot be
                 found.
         """

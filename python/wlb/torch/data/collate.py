@@ -12,17 +12,11 @@ from numpy.typing import ArrayLike
 import wlb
 from wlb._core import padded_tokens
 from wlb._errors import check_integer, error
-from wlb.reading.documents import (
-    Document,
-    as_arrays,
-    common_layout,
-    filled_up,
-    integers,
-    layout_of,
-    num_labels,
-)
+from wlb.reading.columns import common_layout, filled_up, layout_of
+from wlb.reading.documents import Document, num_labels
 from wlb.reading.packed import Run, joined, pack, whole_runs
 from wlb.reading.rows import RowReader
+from wlb.reading.values import as_arrays, integers
 from wlb.torch.data.batch import PackedBatch, count_positions, shared_rows
 from wlb.torch.data.forest import ForestBatch, check_planned, collate_samples
 
@@ -89,7 +83,7 @@ def collate(
         The batch, in ordinary memory of the CPU: a `ForestBatch` with a forest, else a `PackedBatch`.
 
     Raises:
-        wlb.WlbError: An argument is invalid; names the document. Documents are not those of the micro-batch. With a
+        wlb.WlbError: an argument is invalid; names the document. Documents are not those of the micro-batch. With a
             forest: tokens that the forest shares differ (names the sample and the token); a sample is a piece of a
             document, or has columns, which nodes do not have; labels are not the tokens; `strategy`, `causal`,
             `document_ids`, `token_buckets`, `max_documents`, `columns`, `labels_ahead` or further arguments are given.

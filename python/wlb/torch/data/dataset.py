@@ -10,8 +10,10 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from wlb._errors import error
-from wlb.reading.documents import Document, Piece, cut, not_as_many
-from wlb.reading.rows import RowIndex, RowReader
+from wlb.reading.documents import Document, Piece, cut
+from wlb.reading.joined_rows import RowIndex
+from wlb.reading.rows import RowReader
+from wlb.reading.values import not_as_many
 from wlb.torch.data.arrow import ArrowRows, arrow_lengths
 
 
@@ -47,7 +49,7 @@ class Documents(Dataset[Document]):
         """Reads the first row, whose columns are most likely those of all, so that a run fails before it begins.
 
         Raises:
-            wlb.WlbError: As `wlb.torch.RowReader`.
+            wlb.WlbError: as `wlb.torch.RowReader`.
         """
         if len(self.dataset):
             self[0]
@@ -73,7 +75,7 @@ class Documents(Dataset[Document]):
         """The document, or the piece of it.
 
         Raises:
-            wlb.WlbError: The document ends before the piece does, so the plan had another length. Or it has not as many
+            wlb.WlbError: the document ends before the piece does, so the plan had another length. Or it has not as many
                 labels as tokens, or as `wlb.torch.RowReader`.
         """
         [row] = self._rows_of([index])
@@ -151,7 +153,7 @@ def measured(
         labels_ahead: as `Documents` takes it.
 
     Raises:
-        wlb.WlbError: The data set has no length, like a stream, or is empty; the number of lengths is not that of
+        wlb.WlbError: the data set has no length, like a stream, or is empty; the number of lengths is not that of
             documents; its first row cannot be read.
     """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

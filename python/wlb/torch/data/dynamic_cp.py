@@ -18,18 +18,8 @@ from wlb._errors import error
 from wlb._seal import Hashed, check_seal
 from wlb._shown import explained
 from wlb.ledger import Pieces
-from wlb.reading.documents import (
-    IGNORE,
-    Document,
-    Layout,
-    as_bits,
-    common_layout,
-    layout_of,
-    num_labels,
-    num_rows,
-    of_bits,
-    of_padding,
-)
+from wlb.reading.columns import Layout, as_bits, common_layout, layout_of, num_rows, of_bits, of_padding
+from wlb.reading.documents import IGNORE, Document, num_labels
 from wlb.reading.packed import joined, packed
 from wlb.reading.rows import RowReader
 from wlb.reading.state import Progress, SavedChain, Snapshot, field, same
@@ -53,21 +43,21 @@ class DynamicCpStep(Generic[T]):
     """One step of one data x context rank.
 
     Attributes:
-        number: Global steps before this one, since the run began.
-        plan: Of the whole step, the same on every rank. Its documents are numbered in the order of their ids.
-        micro_batches: This rank's part of each, in the order of the plan: equally many on all ranks, another number in
+        number: global steps before this one, since the run began.
+        plan: of the whole step, the same on every rank. Its documents are numbered in the order of their ids.
+        micro_batches: this rank's part of each, in the order of the plan: equally many on all ranks, another number in
             every step. Without documents for this rank one has 0 tokens, and has to be run like the others.
-        num_valid_tokens: Labels of the whole step that count, each once, however many ranks share its document:
+        num_valid_tokens: labels of the whole step that count, each once, however many ranks share its document:
             `token_normalized_loss` divides by it. The same on every rank. 0 means that there is nothing to train, and
             that no rank's optimizer may step.
-        planning_seconds: Time of planning, in the background.
-        stall_seconds: Time for which this rank waited for the step, because reading, planning and moving took longer
+        planning_seconds: time of planning, in the background.
+        stall_seconds: time for which this rank waited for the step, because reading, planning and moving took longer
             than the step before.
-        epoch: Pass over the documents to which it belongs, if `batches` yields `Step`s; else 0.
-        pieces: The documents of groups whose first rank is this one, by the ids of the packer that released them; each
+        epoch: pass over the documents to which it belongs, if `batches` yields `Step`s; else 0.
+        pieces: the documents of groups whose first rank is this one, by the ids of the packer that released them; each
             is on the list of one rank. None if `batches` does not yield `Step`s, because their ids may come again.
-        snapshot: Position of the loader after it: `state`, and its digest.
-        rank: This rank among the data x context ranks.
+        snapshot: position of the loader after it: `state`, and its digest.
+        rank: this rank among the data x context ranks.
     """
 
     number: int
@@ -167,7 +157,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Attributes:
-        tokens_moved: Tokens that this rank received from others so far.
+        tokens_moved: tokens that this rank received from others so far.
 
     All ranks of `group` communicate for every step, so they take equally many, and they make their loaders together.
     Close it before the process groups are destroyed.
@@ -211,9 +201,9 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         """The next step. All ranks call this, and each only waits for the threads of all ranks.
 
         Raises:
-            wlb.WlbError: On every rank, if reading or `prepare` failed on some rank, a document does not fit, or plans
+            wlb.WlbError: on every rank, if reading or `prepare` failed on some rank, a document does not fit, or plans
                 differ. Or the loader is closed.
-            RuntimeError: A rank has ended, or is later than the timeout.
+            RuntimeError: a rank has ended, or is later than the timeout.
         """
         started = time.perf_counter()
         step = self._steps.take()
@@ -239,7 +229,7 @@ class DynamicCpLoader(StepIterator[DynamicCpStep[T]], Generic[T]):
         """Resumes after the step of the state. Needs no communication; call it before the first step.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, or was saved by something else; or `batches` has no
+            wlb.WlbError: the state was changed after it was saved, or was saved by something else; or `batches` has no
                 state and it is of another rank or number of ranks; or `batches` refuses its part, such as a
                 `StepLoader` that of another packer configuration, unless `allow_config_change` accepts it.
         """
@@ -472,7 +462,7 @@ def check_source(batches: object) -> None:
     """Checks that a loader can keep all settings of the packer before it.
 
     Raises:
-        wlb.WlbError: The packer plans for ranks, or for sizes of micro-batches.
+        wlb.WlbError: the packer plans for ranks, or for sizes of micro-batches.
     """
     packer = getattr(batches, "packer", None)
     if not isinstance(packer, wlb.Packer):
@@ -490,7 +480,7 @@ def _check_every_document(plan: wlb.DynamicCpPlan, lengths: NDArray[np.int64]) -
     """Checks that the plan has every document once and whole; others would be lost but counted in the loss.
 
     Raises:
-        wlb.WlbError: It does not.
+        wlb.WlbError: it does not.
     """
     groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups]
     ids = np.concatenate([group.document_ids for group in groups])

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb._errors import error
-from wlb.reading.documents import Document, as_arrays, integer
+from wlb.reading.documents import Document
 from wlb.reading.rows import RowReader
+from wlb.reading.values import as_arrays, integer
 
 Costs = Callable[[Document], Any]
 """Function that returns the costs of a document as its rank reads it."""
@@ -25,7 +26,7 @@ def checked(row: Document | Any, index: int, reader: RowReader) -> list[Document
     Documents of rows get the id -1.
 
     Raises:
-        wlb.WlbError: It has no tokens, labels that do not fit, or a value that is no number, below 0, or beyond int64.
+        wlb.WlbError: it has no tokens, labels that do not fit, or a value that is no number, below 0, or beyond int64.
     """
     found = [as_arrays(document, "batches", index) for document in reader.documents(row, index, "batches")]
     if not isinstance(row, Document):
@@ -42,7 +43,7 @@ def costs_by(name: str, costs: Costs | ArrayLike) -> Costs:
     """A function of a document, made from an array of costs by ids if one is given.
 
     Raises:
-        wlb.WlbError: It is neither, or a number is negative or not finite, or all costs are 0.
+        wlb.WlbError: it is neither, or a number is negative or not finite, or all costs are 0.
     """
     if callable(costs):
         return costs
@@ -76,7 +77,7 @@ def costs_of(documents: list[Document], name: str, of_document: Costs) -> NDArra
     """float64 [documents].
 
     Raises:
-        wlb.WlbError: One is no number, negative, or not finite.
+        wlb.WlbError: one is no number, negative, or not finite.
     """
     costs = []
     for index, document in enumerate(documents):
@@ -105,7 +106,7 @@ class Table:
         ranks: int64 [documents]: the rank that read it.
         positions: int64 [documents]: its index among the documents that this rank read.
         costs: float64 [documents] each, by the planner's name for them.
-        ended: Whether the iterators of all ranks have ended.
+        ended: whether the iterators of all ranks have ended.
     """
 
     lengths: NDArray[np.int64]

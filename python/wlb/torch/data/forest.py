@@ -15,8 +15,9 @@ import wlb
 from wlb._core import forest_edges, padded_tokens
 from wlb._errors import check_integer, error
 from wlb._shown import explained
-from wlb.reading.documents import IGNORE, Document, as_arrays
+from wlb.reading.documents import IGNORE, Document
 from wlb.reading.rows import KNOWN, RowReader, is_text
+from wlb.reading.values import as_arrays
 
 Ints = NDArray[np.int64]
 
@@ -45,9 +46,9 @@ class ForestBatch:
         sample_of: int64 [predictions]: its sample, as an index into `document_ids`.
         sample_positions: int64 [predictions]: position in its sample of the predicted token.
         document_ids: int64 [samples]: their numbers in the plan.
-        shard: The places of the tokens on all context-parallel ranks.
-        cp_rank: The rank whose tokens these are.
-        num_valid_tokens: Predictions that count, of all samples and context-parallel ranks together, as many as without
+        shard: the places of the tokens on all context-parallel ranks.
+        cp_rank: the rank whose tokens these are.
+        num_valid_tokens: predictions that count, of all samples and context-parallel ranks together, as many as without
             sharing.
     """
 
@@ -98,7 +99,7 @@ class ForestBatch:
             ranks only the predictions of this rank: sums over ranks are those of the micro-batch.
 
         Raises:
-            wlb.WlbError: The number of values is not that of edges.
+            wlb.WlbError: the number of values is not that of edges.
         """
         edges = self.edge_rows.numel()
         if values.ndim < 1 or values.shape[0] != edges:

@@ -68,11 +68,11 @@ class Ledger:
         source: the loader of the steps: a `StepLoader`, `BalancedStream` or `DynamicCpLoader`.
 
     Attributes:
-        path: The file.
+        path: the file.
 
     Raises:
-        wlb.WlbError: A rank is invalid.
-        OSError: The folder cannot be made.
+        wlb.WlbError: a rank is invalid.
+        OSError: the folder cannot be made.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, dp_rank: int, dp_size: int, source: _Source) -> None:
@@ -90,9 +90,9 @@ class Ledger:
         O(documents of this rank); no communication.
 
         Raises:
-            wlb.WlbError: A step was left out, so its documents were lost, or were trained and not recorded. Or the
+            wlb.WlbError: a step was left out, so its documents were lost, or were trained and not recorded. Or the
                 step's loader keeps no states.
-            OSError: The file cannot be written.
+            OSError: the file cannot be written.
         """
         lines: list[dict[str, Any]] = []
         snapshot, pieces = step.snapshot, step.pieces
@@ -130,7 +130,7 @@ class Ledger:
         """Fields from which the hash of the plan can be computed; none if its digest is the hash (Dynamic-CP, forests).
 
         Raises:
-            wlb.WlbError: The step has the micro-batches of another rank.
+            wlb.WlbError: the step has the micro-batches of another rank.
         """
         plan, indices = step.plan, getattr(step, "indices", None)
         if not isinstance(plan, wlb.Packing) or plan.forest is not None or indices is None:

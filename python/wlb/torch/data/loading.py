@@ -17,8 +17,8 @@ from wlb._choices import Oversize, Sync
 from wlb._core import MAX_DELAY
 from wlb._errors import check_bool, check_integer, check_options, error
 from wlb._shown import explained
-from wlb.filling import micro_batches
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import micro_batches
 from wlb.torch.data.batch import PackedBatch
 from wlb.torch.data.collate import collate
 from wlb.torch.data.dataset import Documents, measured

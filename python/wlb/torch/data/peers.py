@@ -31,9 +31,9 @@ class Peers:
         description: purpose of the new group.
 
     Attributes:
-        rank: This rank in the group.
-        size: Ranks of the group.
-        ranks: Their numbers in the world.
+        rank: this rank in the group.
+        size: ranks of the group.
+        ranks: their numbers in the world.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, *, description: str) -> None:
@@ -74,7 +74,7 @@ class Peers:
             step: the number of the step, if it is known.
 
         Raises:
-            wlb.WlbError: Naming the ranks.
+            wlb.WlbError: naming the ranks.
             BaseException: `failure`, if it should end the program, such as `SystemExit`.
         """
         if failure is not None and not isinstance(failure, Exception):
@@ -99,7 +99,7 @@ class Peers:
         """Runs `work` for a step and returns its result once all ranks succeeded, so that no rank continues alone.
 
         Raises:
-            wlb.WlbError: On every rank, if it failed on some.
+            wlb.WlbError: on every rank, if it failed on some.
         """
         failure: BaseException | None = None
         result: list[T] = []

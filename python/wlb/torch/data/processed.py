@@ -54,11 +54,11 @@ class ProcessedRows(IterableDataset[Any]):
         multiprocessing_context: how processes are started, such as "spawn"; None: as this platform does.
 
     Attributes:
-        num_shards: Streams into which rows are dealt; at most one for each row.
-        whole: Of a shard that `streams` made, all rows.
+        num_shards: streams into which rows are dealt; at most one for each row.
+        whole: of a shard that `streams` made, all rows.
 
     Raises:
-        wlb.WlbError: An argument is invalid.
+        wlb.WlbError: an argument is invalid.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ProcessedRows(IterableDataset[Any]):
         """Every `num_shards`-th row, with the same workers.
 
         Raises:
-            wlb.WlbError: There is no such shard, or this is one already.
+            wlb.WlbError: there is no such shard, or this is one already.
         """
         check_integer("num_shards", num_shards, minimum=1)
         check_integer("index", index, minimum=0)
@@ -136,7 +136,7 @@ class ProcessedRows(IterableDataset[Any]):
         """The next iteration begins at this position.
 
         Raises:
-            wlb.WlbError: The state is of another data set or number of shards.
+            wlb.WlbError: the state is of another data set or number of shards.
         """
         if field(state, "of", list) != [self._size, *self._part]:
             message = f"was saved with {state['of']} (rows, shard, shards), and here are {[self._size, *self._part]}"

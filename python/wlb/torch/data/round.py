@@ -65,7 +65,7 @@ def round_step(
         cost is its share, by tokens, of the cost of its micro-batch.
 
     Raises:
-        wlb.WlbError: Another number of samples than planned; a sample has other labels than `loss_tokens` says, or
+        wlb.WlbError: another number of samples than planned; a sample has other labels than `loss_tokens` says, or
             another length than planned; no such step or rank; and for what `collate` refuses.
 
     Complexity:

@@ -14,9 +14,9 @@ from torch.utils.data import Sampler
 import wlb
 from wlb._errors import error
 from wlb._seal import seal
-from wlb.filling import check_share
 from wlb.reading.documents import Piece
 from wlb.reading.reader import StepReader
+from wlb.reading.sizes import check_share
 from wlb.reading.state import SavedChain, field
 
 
@@ -24,10 +24,10 @@ class PlannedStep(NamedTuple):
     """A global step, as the sampler planned it.
 
     Attributes:
-        packing: The plan.
+        packing: the plan.
         indices: int64 [micro-batches of this rank]: their indices in the plan.
-        seconds: Time of planning.
-        reader: Its position is after the step.
+        seconds: time of planning.
+        reader: its position is after the step.
     """
 
     packing: wlb.Packing
@@ -83,7 +83,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
             document has the share of its tokens. A state checks an array by its hash, but cannot check a function.
 
     Raises:
-        wlb.WlbError: An argument is invalid; a document is too long for the packer.
+        wlb.WlbError: an argument is invalid; a document is too long for the packer.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         present one, also in its middle, so it does no harm after a resume.
 
         Raises:
-            wlb.WlbError: It is an earlier epoch, and documents wait that would be trained twice.
+            wlb.WlbError: it is an earlier epoch, and documents wait that would be trained twice.
         """
         if epoch != self._start.epoch:
             reader = self._start.copy()
@@ -180,7 +180,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         middle of a step. `tokens_per_batch` and `num_epochs` may change too.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, or is of other lengths, of another order, of another
+            wlb.WlbError: the state was changed after it was saved, or is of other lengths, of another order, of another
                 packer configuration (`allow_config_change` accepts that), or was not saved here.
         """
         reader = self._start.copy()
@@ -208,7 +208,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """For `StepLoader`, which from now on sets the beginning of the next iteration: returns the present one.
 
         Raises:
-            wlb.WlbError: It is inside a step.
+            wlb.WlbError: it is inside a step.
         """
         if self._skip:
             message = f"begins after {self._skip} of {self.num_micro_batches_per_rank} micro-batches of a step"
@@ -224,7 +224,7 @@ class BalancedBatchSampler(Sampler[list["int | Piece"]]):
         """For `StepLoader`: checks that the next iteration still begins where it was last set.
 
         Raises:
-            wlb.WlbError: A state was loaded since, or another epoch or iteration began.
+            wlb.WlbError: a state was loaded since, or another epoch or iteration began.
         """
         if self._start is not reader:
             raise _moved("loader")

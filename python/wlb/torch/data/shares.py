@@ -19,11 +19,11 @@ class Shares:
     set (`whole`, as `streams_of` names it) have equal shares.
 
     Attributes:
-        weights: One for each stream; or None.
-        sizes: Documents of each stream; or None if there are weights.
+        weights: one for each stream; or None.
+        sizes: documents of each stream; or None if there are weights.
 
     Raises:
-        wlb.WlbError: The number of weights is not that of streams, or one is no finite number above 0; or there are no
+        wlb.WlbError: the number of weights is not that of streams, or one is no finite number above 0; or there are no
             weights, and a stream does not say how many documents it has.
     """
 

@@ -37,16 +37,16 @@ class Step(Generic[T]):
     """One step of one data-parallel rank.
 
     Attributes:
-        number: Global steps before this one, since the run began.
-        epoch: Pass over the documents to which it belongs; 0 for a stream.
-        packing: The plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
+        number: global steps before this one, since the run began.
+        epoch: pass over the documents to which it belongs; 0 for a stream.
+        packing: the plan of the whole step, the same on every rank: compare its `digest()`. Its document ids are the
             packer's own.
         indices: int64 [micro-batches of this rank]: their indices in the plan.
-        micro_batches: In the order of `indices`, which suits a pipeline: the lightest are at both ends.
-        planning_seconds: Time of planning.
-        snapshot: Position of its loader after it: `state`, and its digest. None if the loader has no states.
-        content: A hash of some documents of the data set, the same on every rank; None if it is not known.
-        mean: The mean over samples that the step of a round trains (`round_step`); None for the mean over labels.
+        micro_batches: in the order of `indices`, which suits a pipeline: the lightest are at both ends.
+        planning_seconds: time of planning.
+        snapshot: position of its loader after it: `state`, and its digest. None if the loader has no states.
+        content: a hash of some documents of the data set, the same on every rank; None if it is not known.
+        mean: the mean over samples that the step of a round trains (`round_step`); None for the mean over labels.
     """
 
     number: int
@@ -85,7 +85,7 @@ class Step(Generic[T]):
             The step; its `indices` are those of this rank's micro-batches in the plan (`plan.deal`). It has no `state`.
 
         Raises:
-            wlb.WlbError: The number of documents is not the plan's; the plan is of several global batches; a rank does
+            wlb.WlbError: the number of documents is not the plan's; the plan is of several global batches; a rank does
                 not exist; ranks cannot have equally many micro-batches; and for what `collate` refuses.
 
         Complexity:
@@ -133,7 +133,7 @@ class Step(Generic[T]):
         tokens.
 
         Raises:
-            wlb.WlbError: The loader that made the step has no states.
+            wlb.WlbError: the loader that made the step has no states.
         """
         return written(self.snapshot)
 
@@ -175,7 +175,7 @@ def written(snapshot: Snapshot | None) -> dict[str, Any]:
     """The state of a step.
 
     Raises:
-        wlb.WlbError: It has none.
+        wlb.WlbError: it has none.
     """
     if snapshot is None:
         raise error("step", "has no state: its loader keeps none")
@@ -232,7 +232,7 @@ class StepLoader(Generic[T]):
         """The remaining steps of this epoch.
 
         Raises:
-            wlb.WlbError: The data set has another number of documents than when this loader was made. Or the loader was
+            wlb.WlbError: the data set has another number of documents than when this loader was made. Or the loader was
                 restored inside a step, or yields a batch of other lengths than planned; or a state was loaded, or
                 another epoch or iteration began, during this one.
         """
@@ -378,7 +378,7 @@ def check_batch(
         argument: source of the batch, for errors.
 
     Raises:
-        wlb.WlbError: It differs.
+        wlb.WlbError: it differs.
     """
     if not isinstance(batch, PackedBatch):
         return

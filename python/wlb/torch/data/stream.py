@@ -16,19 +16,14 @@ from numpy.typing import NDArray
 import wlb
 from wlb._errors import error
 from wlb._seal import check_seal
-from wlb.filling import (
-    batch_tokens,
-    check_max_early,
-    check_ranks,
-    least_tokens,
-    next_packing,
-    warn_of_long,
-)
 from wlb.ledger import waiting_pieces
-from wlb.reading.documents import Document, layout_of
+from wlb.reading.columns import layout_of
+from wlb.reading.documents import Document
+from wlb.reading.filling import next_packing
 from wlb.reading.given_costs import check_given
 from wlb.reading.one_stream import OneStream, ReadDocument, content_with, costs_of, restores_itself
 from wlb.reading.rows import RowReader
+from wlb.reading.sizes import batch_tokens, check_max_early, check_ranks, least_tokens, warn_of_long
 from wlb.reading.split_prompts import SplitPrompts
 from wlb.reading.state import Progress, SavedChain, Snapshot, check_outside, field, outside, read_outside, same
 from wlb.reading.waiting import Early, Outside, ReadBatch, Waiting
@@ -98,10 +93,10 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         labels_ahead: how many tokens ahead every token predicts (`collate`).
 
     Attributes:
-        tokens_moved: Tokens that this rank received from others so far.
+        tokens_moved: tokens that this rank received from others so far.
 
     Raises:
-        wlb.WlbError: An argument is invalid.
+        wlb.WlbError: an argument is invalid.
 
     With a group, its ranks make their streams together. Close it before the process groups are destroyed.
     """
@@ -168,9 +163,9 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         """The next step. All ranks call this, equally often, and each only waits for the threads of all ranks.
 
         Raises:
-            wlb.WlbError: A stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
+            wlb.WlbError: a stream or `collate_fn` failed on some rank (all ranks say which, and why), ranks have
                 different configurations, or the packer refuses a document. Or it is closed.
-            RuntimeError: A rank has ended, or is later than the timeout.
+            RuntimeError: a rank has ended, or is later than the timeout.
         """
         step = self._steps.take()
         if step is None:
@@ -201,7 +196,7 @@ class BalancedStream(StepIterator[Step[T]], Generic[T]):
         """Resumes after the step of the state, on any number of ranks. Call it before the first step.
 
         Raises:
-            wlb.WlbError: The state was changed after it was saved, or is of another number of streams or another packer
+            wlb.WlbError: the state was changed after it was saved, or is of another number of streams or another packer
                 configuration, or was not saved here.
         """
         if self._steps.begun:
@@ -502,7 +497,7 @@ def _taken(state: Mapping[str, Any]) -> set[tuple[int, int]]:
     """Stream and number in it of each document that entered before its turn.
 
     Raises:
-        wlb.WlbError: The state has something else.
+        wlb.WlbError: the state has something else.
     """
     found, streams = state.get("taken", []), state["streams"]
 

@@ -49,9 +49,9 @@ class StepsAhead(Generic[S, P]):
         argument: name in the error of a call after a failed step.
 
     Attributes:
-        position: Position after the last step taken, whatever was made ahead.
-        begun: Whether a step was asked for.
-        ended: Whether there was no further step.
+        position: position after the last step taken, whatever was made ahead.
+        begun: whether a step was asked for.
+        ended: whether there was no further step.
     """
 
     def __init__(self, make: Callable[[], PreparedStep[S, P]], position: P, *, name: str, argument: str) -> None:
@@ -68,7 +68,7 @@ class StepsAhead(Generic[S, P]):
         """The next step, or None at the end; a later call begins again. An error of `make` ends it for good.
 
         Raises:
-            wlb.WlbError: A step failed before, or it is closed.
+            wlb.WlbError: a step failed before, or it is closed.
         """
         self._check_open()
         if self._broken:
@@ -90,7 +90,7 @@ class StepsAhead(Generic[S, P]):
         """Runs `work` in the thread, after the step that is being made there, and returns its result.
 
         Raises:
-            wlb.WlbError: It is closed.
+            wlb.WlbError: it is closed.
         """
         self._check_open()
         return self._thread.submit(work).result()
@@ -111,10 +111,10 @@ class Position:
     """Position of a loader after a step.
 
     Attributes:
-        number: Steps so far.
-        snapshot: The state.
-        chain: Place of the next state in the chain.
-        metrics: Those of the packer; None without one.
+        number: steps so far.
+        snapshot: the state.
+        chain: place of the next state in the chain.
+        metrics: those of the packer; None without one.
     """
 
     number: int

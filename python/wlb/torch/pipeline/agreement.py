@@ -46,7 +46,7 @@ def check_same(group: dist.ProcessGroup | None, micro_batches: Sequence[Pipeline
         how: name of the schedule.
 
     Raises:
-        wlb.WlbError: On the ranks that differ from the first one; it names that rank. The other ranks wait for these in
+        wlb.WlbError: on the ranks that differ from the first one; it names that rank. The other ranks wait for these in
             vain, until their processes end or the group times out.
 
     Complexity:

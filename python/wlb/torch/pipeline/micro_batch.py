@@ -20,13 +20,13 @@ class PipelineMicroBatch:
     """One micro-batch as one (DP, CP) rank sees it. All ranks of a pipeline are given the same.
 
     Attributes:
-        tokens: Tokens on this rank; 0 is allowed, since a CP rank may get none. It decides the shapes of all
+        tokens: tokens on this rank; 0 is allowed, since a CP rank may get none. It decides the shapes of all
             activations.
-        args: Positional arguments of the first stage's module, at least one; other stages ignore them. Tensors are
+        args: positional arguments of the first stage's module, at least one; other stages ignore them. Tensors are
             `[tokens, ...]`.
-        kwargs: Keyword arguments of every stage's module, derived from the plan: position ids, `cu_seqlens`, the shard.
+        kwargs: keyword arguments of every stage's module, derived from the plan: position ids, `cu_seqlens`, the shard.
             They may be any Python objects; they are not sent, and get no gradients.
-        target: Second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. For
+        target: second argument of the loss function, which only the last stage calls. A tensor is `[tokens, ...]`. For
             a forest it is the `ForestBatch`, whose edges `token_normalized_loss` takes.
     """
 
@@ -42,7 +42,7 @@ def check(micro_batches: Sequence[PipelineMicroBatch]) -> None:
     It looks at all arguments, including those that this rank does not use, so that all ranks refuse alike.
 
     Raises:
-        WlbError: A count that is no count; no args for the first stage; or a tensor or shard with another number of
+        WlbError: a count that is no count; no args for the first stage; or a tensor or shard with another number of
             tokens, such as that of another step.
     """
     if not micro_batches:

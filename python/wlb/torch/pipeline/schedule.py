@@ -34,7 +34,7 @@ def schedule_class(schedule: str | type[Schedule]) -> type[Schedule]:
     """The class of a schedule's name; a class is returned unchanged.
 
     Raises:
-        WlbError: It is neither.
+        WlbError: it is neither.
     """
     if isinstance(schedule, str) and schedule in _BY_NAME:
         return _BY_NAME[schedule]
@@ -80,7 +80,7 @@ def schedule_for(
     Its loss function calls the target, which is a function of the last stage's output.
 
     Raises:
-        WlbError: The schedule does not take this number of micro-batches.
+        WlbError: the schedule does not take this number of micro-batches.
     """
     key = (cls, num_micro_batches, backward, tuple(map(id, stages)))
     known: dict[Any, Schedule] = stages[0].schedules

@@ -47,7 +47,7 @@ class VarlenPipelineStage(PipelineStage):
         dtype: dtype of activations and of their gradients.
 
     Raises:
-        WlbError: An index out of range, or not exactly one of `hidden_size` and `activation_shape`.
+        WlbError: an index out of range, or not exactly one of `hidden_size` and `activation_shape`.
     """
 
     def __init__(

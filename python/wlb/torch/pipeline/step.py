@@ -60,12 +60,12 @@ def pipeline_step(
         empty list on the others.
 
     Raises:
-        WlbError: The configuration of stages has `tie_word_embeddings` and the pipeline no `TiedWeights`; stages do not
+        WlbError: the configuration of stages has `tie_word_embeddings` and the pipeline no `TiedWeights`; stages do not
             fit the schedule, or a failed step left them unusable; a number of micro-batches that the schedule cannot
             run; a micro-batch without args, or whose tensors or shards have other token counts; micro-batches of a
             forest, and a module that cannot run one (see `train_step`); micro-batches, a schedule or a `loss_fn` that
             differ from another rank's. All of this is checked before any communication but one round trip to the store.
-        BaseException: The exception of this rank's module or loss function itself, at once, so that
+        BaseException: the exception of this rank's module or loss function itself, at once, so that
             `except torch.OutOfMemoryError` works. The other ranks wait for this one until its process ends or their
             group times out.
     """

@@ -1,8 +1,8 @@
 """Lengths of the rows of a file, or of a batch of rows.
 
-`wlb._rows` says which documents a row has, and `rules` what a trainer makes of them. This module counts: a batch of
-Arrow at once where its columns allow it, else row by row. A value that is not like the others is refused with its
-file, row and column.
+`wlb.reading.row_kinds` says which documents a row has, and `rules` what a trainer makes of them. This module counts: a
+batch of Arrow at once where its columns allow it, else row by row. A value that is not like the others is refused with
+its file, row and column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb._core import MAX_TOKENS
-from wlb._rows import (
+from wlb.reading.row_kinds import (
     Kind,
     Reading,
     Text,

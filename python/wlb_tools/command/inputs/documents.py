@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.progress import Progress
 
-from wlb._rows import Reading
+from wlb.reading.row_kinds import Reading
 from wlb_tools.command.errors import CliError, first_line
 from wlb_tools.command.inputs.cells import Holds, Wanted, has_text, row_lengths, table_lengths
 from wlb_tools.command.inputs.formats import check_encoding, endings, indexed, is_index, reader_of

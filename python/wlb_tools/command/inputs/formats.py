@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb._rows import Reading, reading_of
+from wlb.reading.row_kinds import Reading, reading_of
 from wlb_tools.command.errors import CliError, first_line
 from wlb_tools.command.inputs.cells import (
     Wanted,
@@ -382,7 +382,7 @@ def load_numbers(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     """Reads a .npy file; with `mapped`, numbers stay in the file until they are used.
 
     Raises:
-        CliError: There is no such file, or it is no array.
+        CliError: there is no such file, or it is no array.
     """
     if not path.is_file():
         raise CliError(f"{path}: no such file")

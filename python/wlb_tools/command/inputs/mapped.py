@@ -24,7 +24,7 @@ class RowLengths:
         field: as `--field`: columns with commas between; "": found by their names.
 
     Raises:
-        CliError: The tokenizer does not load, or a row cannot be read; names the row of the batch and its column.
+        CliError: the tokenizer does not load, or a row cannot be read; names the row of the batch and its column.
 
     Complexity:
         O(tokens) a batch.

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wlb._rows import Chat, Message, Text
+from wlb.reading.row_kinds import Chat, Message, Text
 from wlb_tools.command.inputs.tokenizers import Tokenizer
 
 _SILENT = frozenset(("role", "id", "tool_call_id", "train", "training", "weight", "loss", "type", "index"))

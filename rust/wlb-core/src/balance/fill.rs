@@ -5,8 +5,8 @@ use std::collections::{BTreeSet, BinaryHeap};
 
 use super::bins::Bins;
 use super::items::{Item, Limits, ordered};
+use super::open_bins::OpenBins;
 use super::shortest::Shortest;
-use super::takers::Takers;
 
 /// The order and the rule by which bins are filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,8 +97,8 @@ impl<'a> Bins<'a> {
             let with_room = |from: usize| shortest.within(bins.room(j), from);
             std::iter::successors(with_room(within), |rank| with_room(rank + 1)).find(|&rank| takes(rank))
         };
-        let mut open = Takers::new((0..self.loads.len()).map(|j| weight(self, j)));
-        let mut by_load: Option<Takers> = None;
+        let mut open = OpenBins::new((0..self.loads.len()).map(|j| weight(self, j)));
+        let mut by_load: Option<OpenBins> = None;
         for (rank, &place) in items.iter().enumerate() {
             if let Some(j) = open.first(rank, |j| weight(self, j), |j| next(self, j, rank, most)) {
                 if ceiling.is_none_or(|ceiling| self.loads[j] + self.items[place as usize].cost <= ceiling) {
@@ -108,7 +108,7 @@ impl<'a> Bins<'a> {
                 continue;
             }
             let loads = self.loads.iter().copied();
-            let others = (most < f64::INFINITY).then(|| by_load.get_or_insert_with(|| Takers::new(loads)));
+            let others = (most < f64::INFINITY).then(|| by_load.get_or_insert_with(|| OpenBins::new(loads)));
             match others
                 .and_then(|others| others.first(rank, |j| self.loads[j], |j| next(self, j, rank, f64::INFINITY)))
             {

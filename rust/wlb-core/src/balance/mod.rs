@@ -8,9 +8,9 @@ mod bundles;
 mod exchange;
 mod fill;
 mod items;
+mod open_bins;
 mod rounds;
 mod shortest;
-mod takers;
 
 pub(crate) use bins::Bins;
 pub(crate) use bundles::{Exchange, Leveller};

@@ -8,7 +8,7 @@
 //! | `costs`, `brought_costs` | costs that documents bring |
 //! | `queue`, `release_fifo` | queues where outliers wait, and their release |
 //! | `release_adaptive`, `level` | the adaptive rule: how many of the longest documents wait, and where the others go |
-//! | `step`, `fuller` | packs the documents that leave |
+//! | `step`, `fill_up` | packs the documents that leave |
 //! | `step_cost` | the bound on the work of a step |
 //! | `filling` | which upcoming documents enter in a step |
 //! | `bounds` | how many documents may enter so that the backlog stays bounded, and how early |
@@ -21,8 +21,8 @@ mod brought_costs;
 mod changed;
 mod config;
 mod costs;
+mod fill_up;
 mod filling;
-mod fuller;
 mod level;
 mod metrics;
 mod packer;

@@ -9,7 +9,7 @@ use crate::packing::plan::Packing;
 use crate::ranks::arrange;
 
 use super::config::{PackerConfig, Release, StreamMethod};
-use super::fuller::fuller;
+use super::fill_up::fill_up;
 use super::packer::Packer;
 use super::queue::Waiting;
 use super::release_adaptive::{self, Tried};
@@ -204,7 +204,7 @@ fn filled(placed: Placed, order: &Order<'_>, min_step_tokens: i64, may_wait: boo
     }
     // Queues promise that a document goes before those behind it; the adaptive rule promises that due documents leave.
     let due = if may_wait { order.urgent.len() } else { 0 };
-    let mut placed = fuller(placed, order.priced, &order.by_cost(order.urgent.len()), due, min_step_tokens);
+    let mut placed = fill_up(placed, order.priced, &order.by_cost(order.urgent.len()), due, min_step_tokens);
     if may_wait {
         // Only urgent documents are carried over; all others return to the queue.
         let mut is_urgent = vec![false; order.is_due.len()];

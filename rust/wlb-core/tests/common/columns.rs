@@ -150,7 +150,7 @@ impl Batch {
     }
 
     /// So few tokens are made more: each document where the tokens are fewest, or into the first micro-batch with room.
-    pub(crate) fn fuller(&self, given: Plan, urgent: &[usize], min_tokens: i64) -> Plan {
+    pub(crate) fn fill_up(&self, given: Plan, urgent: &[usize], min_tokens: i64) -> Plan {
         let all = |plan: &Plan| (0..self.micro_batches).map(|j| self.tokens(plan, j)).sum::<i64>();
         let mut fullest = given;
         for first_fit in [false, true] {

@@ -142,11 +142,11 @@ impl Stream {
             (_, tokens) => {
                 let plan = batch.var_length_after(&urgent);
                 if limits.len() > 1 {
-                    batch.fuller(plan, &urgent, tokens.unwrap_or(0))
+                    batch.fill_up(plan, &urgent, tokens.unwrap_or(0))
                 } else {
                     of_naive(
                         &batch,
-                        naive::fuller(
+                        naive::fill_up(
                             to_naive(&batch, &listing, plan),
                             &pieces(&listing),
                             &tried,
@@ -197,7 +197,7 @@ impl Stream {
         let (costs, by_cost) = (one_column(batch), &batch.tried(carried)[carried.len()..]);
         let plan = naive::adaptive(&waiting, carried, due, by_cost, self.iteration, budget, &self.config, &costs);
         let urgent = [carried, due].concat();
-        let plan = naive::fuller(plan, &pieces(listing), tried, &urgent, min_tokens, &self.config, &costs);
+        let plan = naive::fill_up(plan, &pieces(listing), tried, &urgent, min_tokens, &self.config, &costs);
         let mut plan = of_naive(batch, plan, listing);
         plan.leftover.retain(|i| carried.contains(i) || due.contains(i));
         plan

@@ -637,7 +637,7 @@ fn least_loss(
 }
 
 /// A plan of so few tokens is made fuller: by tokens alone, or into the first micro-batch with room.
-pub(crate) fn fuller(
+pub(crate) fn fill_up(
     given: Plan,
     pieces: &[Piece],
     order: &[usize],
@@ -948,7 +948,7 @@ impl Packer {
         }
         let mut plan = if config.release == Release::Fifo || flushed {
             let plan = algorithm_1(&pieces, &order, &Holds::micro_batches(config), &costs);
-            fuller(plan, &pieces, &order, &[], min_step_tokens.unwrap_or(0), config, &costs)
+            fill_up(plan, &pieces, &order, &[], min_step_tokens.unwrap_or(0), config, &costs)
         } else {
             let urgent: Vec<usize> = order.iter().copied().filter(|&i| rank(i).0 < 2).collect();
             let (carried, due) = urgent.split_at(is_carried.len());
@@ -958,7 +958,7 @@ impl Packer {
             let new = (0..listing.len()).filter(is_new).map(|i| (pieces[i].length, costs.of[i]));
             budget = self.arrived.budget(&new.collect::<Vec<_>>(), config);
             let mut plan = adaptive(&listing, carried, due, &by_cost, self.iteration, budget, config, &costs);
-            plan = fuller(plan, &pieces, &order, &urgent, min_step_tokens.unwrap_or(0), config, &costs);
+            plan = fill_up(plan, &pieces, &order, &urgent, min_step_tokens.unwrap_or(0), config, &costs);
             plan.leftover.retain(|piece| urgent.iter().any(|&i| pieces[i] == *piece));
             let waits = |i: &usize| plan.assignment[*i] < 0 && !urgent.contains(i);
             self.queues = vec![(0..listing.len()).filter(waits).map(|i| listing[i]).collect()];

@@ -3,7 +3,7 @@
 mod bins;
 mod bound;
 mod cuts;
-mod few;
+mod exhaustive;
 mod fill;
 mod leaves;
 mod level;

@@ -26,7 +26,7 @@ use crate::ranks::share_out::{Effort, Shared, share_out};
 use super::bins::{Bins, Limits};
 use super::bound;
 use super::cuts;
-use super::few::{self, Step};
+use super::exhaustive::{self, Step};
 use super::fill::{Rule, fill};
 use super::leaves::Leaves;
 use super::level::{Parts, Search, Teams, reunite};
@@ -328,7 +328,7 @@ impl<'a> Batch<'a> {
             Some(_) => ([dp_size, rounds], Step::HeaviestSum, rounds),
         };
         let most = (step - self.model.micro_batch() * constants as f64) * (1.0 - 1e-9);
-        let bins = few::shorter(self.leaves, self.limits, shape, kind, most)?;
+        let bins = exhaustive::shorter(self.leaves, self.limits, shape, kind, most)?;
         let all: Vec<usize> = (0..rounds * dp_size).collect();
         let ranks = if alone { self.in_rounds(&bins) } else { all.chunks(rounds).map(<[usize]>::to_vec).collect() };
         Some(self.found(bins, ranks))

@@ -13,8 +13,8 @@ use super::calls::{Call, Calls, Indices, Part, Rows, Spans, span};
 use super::intervals::{self, Interval, Place, among, contain, count, find, places, seen, union, without};
 use super::layout::Layout;
 use super::paths::{Reach, Run, tokens};
+use super::shared_prefixes::{copied, shared_prefixes};
 use super::sums::{Share, Sum};
-use super::trunks::{copied, trunks};
 
 /// Transport of keys to the ranks that need them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,8 +30,8 @@ pub enum Transport {
 pub struct KeysPlan {
     /// Calls over the rank's own keys, which run while others' keys arrive.
     pub local: Vec<Call>,
-    /// Calls over the buffer. A query is in two calls only if it has a trunk, a part of its keys that is not copied for
-    /// it (see `trunks`).
+    /// Calls over the buffer. A query is in two calls only if it has a shared prefix, a part of its keys that is not
+    /// copied for it (see `shared_prefixes`).
     pub remote: Vec<Call>,
     /// First of the rank's rows whose keys are in the buffer; all later rows are in it, too.
     pub first: i64,
@@ -198,8 +198,8 @@ impl KeysPlan {
             let mut spans = Spans::default();
             let runs: Vec<Run> =
                 runs.iter().zip(&local).filter(|(_, local)| **local == wanted).map(|(run, _)| *run).collect();
-            let trunks = trunks(&runs, &layout.paths, reach, biased);
-            for (of_run, &trunk) in runs.iter().enumerate().zip(&trunks) {
+            let prefixes = shared_prefixes(&runs, &layout.paths, reach, biased);
+            for (of_run, &prefix) in runs.iter().enumerate().zip(&prefixes) {
                 let run = of_run.1;
                 let (from, to) = run.sees(&layout.paths, reach);
                 let mut add = |from: i64, to: i64| {
@@ -212,9 +212,9 @@ impl KeysPlan {
                     spans.spans.push(span(of_run, reach, q, (from, to), keys));
                 };
                 // The call that has all queries comes first.
-                add(from.max(trunk), to);
-                if trunk > 0 {
-                    add(0, trunk);
+                add(from.max(prefix), to);
+                if prefix > 0 {
+                    add(0, prefix);
                 }
             }
             spans

@@ -20,8 +20,8 @@ mod layout;
 mod moves;
 mod paths;
 mod ring;
+mod shared_prefixes;
 mod sums;
-mod trunks;
 
 pub use buckets::{Buckets, LEVELS};
 pub use calls::{Call, Indices, Rows};

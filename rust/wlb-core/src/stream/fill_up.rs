@@ -30,7 +30,7 @@ use crate::packing::methods::columns::{Placed, Priced};
 ///
 /// # Complexity
 /// O(n log N); O(n N) if a column has a limit.
-pub(super) fn fuller(given: Placed, priced: &Priced<'_>, order: &[usize], due: usize, min_tokens: i64) -> Placed {
+pub(super) fn fill_up(given: Placed, priced: &Priced<'_>, order: &[usize], due: usize, min_tokens: i64) -> Placed {
     let tokens = |placed: &Placed| placed.placement.tokens.iter().sum::<i64>();
     let all_leave = |placed: &Placed| order[..due].iter().all(|&index| placed.placement.assignment[index] >= 0);
     let mut fullest = given;

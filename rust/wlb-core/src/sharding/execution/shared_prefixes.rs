@@ -1,8 +1,8 @@
 //! Keys that neighbouring runs of a prefix tree see before their own: copied for each run, or computed for all at once.
 //!
 //! Siblings see all keys of their ancestors, without a mask. These keys are copied for each sibling, and then one call
-//! does it; or the queries of all siblings are one span over the keys of the ancestors (a *trunk*), and their outputs
-//! are merged with those over the keys behind the trunk. What is cheaper depends on the queries: a few behind a long
+//! does it; or the queries of all siblings are one span over the keys of the ancestors (a *shared prefix*), and their
+//! outputs are merged with those over the keys behind it. What is cheaper depends on the queries: a few behind a long
 //! prompt are merged quickly.
 
 use super::paths::{Paths, Reach, Run, tokens};
@@ -20,7 +20,7 @@ struct Open {
     shared: i64,
     first: usize,
     queries: i64,
-    /// Keys that need not be copied with the best trunks inside, less the price of merging.
+    /// Keys that need not be copied with the best prefixes inside, less the price of merging.
     saved: i64,
 }
 
@@ -30,28 +30,29 @@ impl Open {
         self.saved += other.saved;
     }
 
-    /// Decides whether the runs from `first` to `end` have one trunk, in the place of those inside.
-    fn close(mut self, end: usize, trunks: &mut [i64]) -> Self {
+    /// Decides whether the runs from `first` to `end` have one prefix, in the place of those inside.
+    fn close(mut self, end: usize, prefixes: &mut [i64]) -> Self {
         let saved = ((end - self.first) as i64 - 1) * self.shared - MERGED * self.queries;
         if saved > self.saved {
-            trunks[self.first..end].fill(self.shared);
+            prefixes[self.first..end].fill(self.shared);
             self.saved = saved;
         }
         self
     }
 }
 
-/// Positions, from 0 on, of each run's trunk; 0 for a run without one. Neighbours with equal trunks share its keys.
+/// Positions, from 0 on, of each run's shared prefix; 0 for a run without one. Neighbours with equal prefixes share its
+/// keys.
 ///
 /// All are 0 where that saves less than it takes for another call: fewer copies than the runs have queries.
 ///
 /// # Complexity
 /// O(runs * pieces of a path).
-pub(super) fn trunks(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) -> Vec<i64> {
-    let mut trunks = vec![0; runs.len()];
+pub(super) fn shared_prefixes(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) -> Vec<i64> {
+    let mut prefixes = vec![0; runs.len()];
     let is_plain = reach.left == Reach::UNLIMITED && reach.right == 0 && !biased;
     if !is_plain || paths.are_single() || runs.is_empty() {
-        return trunks;
+        return prefixes;
     }
     let mut stack = vec![Open { shared: 0, first: 0, queries: 0, saved: 0 }];
     for (index, run) in runs.iter().enumerate() {
@@ -59,7 +60,7 @@ pub(super) fn trunks(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) ->
         let shared = runs.get(index + 1).map_or(0, |next| shared(run, next, paths));
         while let Some(mut last) = stack.pop_if(|last| last.shared > shared) {
             last.absorb(&done);
-            done = last.close(index + 1, &mut trunks);
+            done = last.close(index + 1, &mut prefixes);
         }
         match stack.last_mut() {
             Some(last) if last.shared == shared => last.absorb(&done),
@@ -67,9 +68,9 @@ pub(super) fn trunks(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) ->
         }
     }
     if stack.pop().is_none_or(|all| all.saved < tokens(runs)) {
-        trunks.fill(0);
+        prefixes.fill(0);
     }
-    trunks
+    prefixes
 }
 
 /// Positions from 0 on that two runs see in the same tokens, before the queries of either.
@@ -94,11 +95,11 @@ fn shared(run: &Run, next: &Run, paths: &Paths) -> i64 {
 
 /// Keys that are copied for these runs, if they compute in one call.
 pub(super) fn copied(runs: &[Run], paths: &Paths, reach: Reach, biased: bool) -> i64 {
-    let trunks = trunks(runs, paths, reach, biased);
+    let prefixes = shared_prefixes(runs, paths, reach, biased);
     let keys = |(index, run): (usize, &Run)| {
-        let ((from, to), trunk) = (run.sees(paths, reach), trunks[index]);
-        let goes_on = index > 0 && trunks[index - 1] == trunk && shared(&runs[index - 1], run, paths) >= trunk;
-        to - from.max(trunk) + if goes_on { 0 } else { trunk }
+        let ((from, to), prefix) = (run.sees(paths, reach), prefixes[index]);
+        let goes_on = index > 0 && prefixes[index - 1] == prefix && shared(&runs[index - 1], run, paths) >= prefix;
+        to - from.max(prefix) + if goes_on { 0 } else { prefix }
     };
     runs.iter().enumerate().map(keys).sum()
 }
@@ -133,22 +134,22 @@ mod tests {
     }
 
     /// Keys not copied, less those that merging costs.
-    fn saved(runs: &[Run], trunk: i64) -> i64 {
-        if trunk == 0 { 0 } else { (runs.len() as i64 - 1) * trunk - MERGED * tokens(runs) }
+    fn saved(runs: &[Run], prefix: i64) -> i64 {
+        if prefix == 0 { 0 } else { (runs.len() as i64 - 1) * prefix - MERGED * tokens(runs) }
     }
 
     proptest! {
         #[test]
         fn trunks_save_the_most(turns in prop::collection::vec((0..400_i64, 1..9_i64), 1..10)) {
             let (runs, paths) = tree(&turns);
-            let found = trunks(&runs, &paths, Reach { left: Reach::UNLIMITED, right: 0 }, false);
-            // The best of all partitions into neighbours that have one trunk, as long as may be, or none.
+            let found = shared_prefixes(&runs, &paths, Reach { left: Reach::UNLIMITED, right: 0 }, false);
+            // The best of all partitions into neighbours that have one prefix, as long as may be, or none.
             let mut best = vec![0];
             for end in 1..=runs.len() {
                 let of_group = |begin: usize| {
                     let pairs = runs[begin..end].windows(2);
-                    let trunk = pairs.map(|pair| shared(&pair[0], &pair[1], &paths)).min().unwrap_or(0);
-                    best[begin] + saved(&runs[begin..end], trunk).max(0)
+                    let prefix = pairs.map(|pair| shared(&pair[0], &pair[1], &paths)).min().unwrap_or(0);
+                    best[begin] + saved(&runs[begin..end], prefix).max(0)
                 };
                 best.push((0..end).map(of_group).max().unwrap_or(0));
             }

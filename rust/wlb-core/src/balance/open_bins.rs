@@ -9,13 +9,13 @@ use crate::ladder::Ladder;
 ///
 /// A micro-batch that is lightest but may not take the item is set aside until the first item that it may take. So it
 /// is looked at once, and not for every item in between.
-pub(crate) struct Takers {
+pub(crate) struct OpenBins {
     ready: Ladder,
     /// `rank of the item << 32 | micro-batch that waits for it`.
     waiting: BinaryHeap<Reverse<u64>>,
 }
 
-impl Takers {
+impl OpenBins {
     /// All micro-batches with their weights, ready.
     pub(crate) fn new(weights: impl ExactSizeIterator<Item = f64>) -> Self {
         // Mostly all bins are empty and equal.
@@ -38,23 +38,23 @@ impl Takers {
             && (key >> 32) as usize <= rank
         {
             self.waiting.pop();
-            let taker = key as u32 as usize;
-            self.ready.come_back(taker, weight(taker), false);
+            let bin = key as u32 as usize;
+            self.ready.come_back(bin, weight(bin), false);
         }
         loop {
-            let taker = self.ready.lightest_by(&weight)?;
-            let next = next(taker);
+            let bin = self.ready.lightest_by(&weight)?;
+            let next = next(bin);
             if next == Some(rank) {
-                return Some(taker);
+                return Some(bin);
             }
-            self.ready.remove(taker);
-            self.waiting.extend(next.map(|next| Reverse((next as u64) << 32 | taker as u64)));
+            self.ready.remove(bin);
+            self.waiting.extend(next.map(|next| Reverse((next as u64) << 32 | bin as u64)));
         }
     }
 
     /// Sets the weight of a micro-batch that may have become lighter.
     #[inline]
-    pub(crate) fn set(&mut self, taker: usize, weight: f64) {
-        self.ready.set_lightest(taker, weight);
+    pub(crate) fn set(&mut self, bin: usize, weight: f64) {
+        self.ready.set_lightest(bin, weight);
     }
 }
