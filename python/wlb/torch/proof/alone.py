@@ -32,8 +32,8 @@ class Outcome:
     """What a step gave.
 
     Attributes:
-        loss: The mean loss, or None if the loop returns none.
-        gradients: One for each parameter, 0 where the model has none.
+        loss: the mean loss, or None if the loop returns none.
+        gradients: one for each parameter, 0 where the model has none.
     """
 
     loss: float | None

@@ -29,13 +29,13 @@ class Check:
     """One row of a proof.
 
     Attributes:
-        name: What was compared.
-        found: Value in training.
-        expected: Correct value.
-        error: Relative difference of both.
-        allowed: Largest allowed difference.
-        fix: What is wrong and what to do; empty if nothing is.
-        can_tell: Whether a fault would differ by more than is allowed.
+        name: what was compared.
+        found: value in training.
+        expected: correct value.
+        error: relative difference of both.
+        allowed: largest allowed difference.
+        fix: what is wrong and what to do; empty if nothing is.
+        can_tell: whether a fault would differ by more than is allowed.
     """
 
     name: str

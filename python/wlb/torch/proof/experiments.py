@@ -110,10 +110,10 @@ class Apart:
     """The difference of two outcomes, equal on all ranks.
 
     Attributes:
-        gradients: Distance of the gradients, relative to the expected ones.
-        losses: Relative difference of the losses.
-        largest: Largest difference of an element, relative to the largest element.
-        where: The parameter, and the rank if there are several, with the largest distance.
+        gradients: distance of the gradients, relative to the expected ones.
+        losses: relative difference of the losses.
+        largest: largest difference of an element, relative to the largest element.
+        where: the parameter, and the rank if there are several, with the largest distance.
     """
 
     gradients: float
@@ -137,15 +137,15 @@ class Experiments:
     """Runs the experiments on a short step.
 
     Attributes:
-        model: The model, or this rank's stages.
-        train: The loop: forward and backward of a step.
-        short: The step, with short documents.
-        ranks: All ranks that take part.
-        kept: Restores weights and buffers.
-        precision: Runs the model in float32.
-        scaler: The loop's gradient scaler, if it has one.
-        by_rows: Whether no rank can run a document alone: rows of single documents are then the reference.
-        losses_only: Whether `train` runs forward only. Gradients that are there stay.
+        model: the model, or this rank's stages.
+        train: the loop: forward and backward of a step.
+        short: the step, with short documents.
+        ranks: all ranks that take part.
+        kept: restores weights and buffers.
+        precision: runs the model in float32.
+        scaler: the loop's gradient scaler, if it has one.
+        by_rows: whether no rank can run a document alone: rows of single documents are then the reference.
+        losses_only: whether `train` runs forward only. Gradients that are there stay.
     """
 
     model: Model

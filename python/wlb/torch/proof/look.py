@@ -33,7 +33,7 @@ def look(
         accelerator: as `train_step` takes it.
 
     Raises:
-        wlb.WlbError: It names the layer, or the setting, and the way out.
+        wlb.WlbError: it names the layer, or the setting, and the way out.
 
     Complexity:
         Up to eight forward passes of short documents. Only if a loss changes: as many with backward, and a copy of the

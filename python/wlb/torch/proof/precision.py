@@ -29,9 +29,9 @@ class Precision:
         dtype: what the model computes in, if that is coarser than its parameters; None if nobody says.
 
     Attributes:
-        is_float32: Whether the model trains in float32 or finer, without TF32.
-        has_float32: Whether `float32` can run rows of several documents.
-        has_float32_alone: Whether `float32` can run a document alone.
+        is_float32: whether the model trains in float32 or finer, without TF32.
+        has_float32: whether `float32` can run rows of several documents.
+        has_float32_alone: whether `float32` can run a document alone.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Any], dtype: torch.dtype | None) -> None:

@@ -39,9 +39,9 @@ class Document:
     Attributes:
         tokens: int64 [tokens].
         labels: int64 [tokens]: what each token predicts, or IGNORE.
-        columns: Further values of each token by name, [..., tokens]. A document's own position ids are one of them.
-        share: What the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
-        moved: Tokens by which its positions are shifted.
+        columns: further values of each token by name, [..., tokens]. A document's own position ids are one of them.
+        share: what the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
+        moved: tokens by which its positions are shifted.
     """
 
     tokens: Tensor
@@ -74,10 +74,10 @@ class Row:
     """A micro-batch: its documents, and their layout on its context-parallel ranks.
 
     Attributes:
-        documents: In packed order.
-        shard: The context-parallel rank of each token.
-        first: The first of these ranks, counted among the ranks that share the step.
-        paths: For a forest: the indices of each document's tokens in the row, int64 [tokens].
+        documents: in packed order.
+        shard: the context-parallel rank of each token.
+        first: the first of these ranks, counted among the ranks that share the step.
+        paths: for a forest: the indices of each document's tokens in the row, int64 [tokens].
     """
 
     documents: tuple[Document, ...]
@@ -90,9 +90,9 @@ class Documents(ABC):
     """What short steps of documents and of forests have in common.
 
     Attributes:
-        documents: Short documents of each micro-batch, as the loop gets them.
-        rows: The same micro-batches for the reference.
-        mean: Over what the step of a round takes its mean; empty for other steps.
+        documents: short documents of each micro-batch, as the loop gets them.
+        rows: the same micro-batches for the reference.
+        mean: over what the step of a round takes its mean; empty for other steps.
     """
 
     documents: dict[Any, list[Document]]
