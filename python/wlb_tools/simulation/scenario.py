@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -340,7 +341,9 @@ class Scenario:
 
     def flops(self, *, attention_efficiency: float) -> CostModel:
         """The model's FLOPs, with those that recomputation repeats."""
-        return self.model.cost_model(**self.cost_arguments(attention_efficiency=attention_efficiency))
+        with warnings.catch_warnings():  # on a slow network the fitted efficiency is above 10: nobody gave it
+            warnings.filterwarnings("ignore", message="attention_efficiency")
+            return self.model.cost_model(**self.cost_arguments(attention_efficiency=attention_efficiency))
 
     def cost_arguments(self, *, attention_efficiency: float) -> dict[str, Any]:
         """Arguments of `wlb.ModelConfig.cost_model` for the model's FLOPs, with those that recomputation repeats.

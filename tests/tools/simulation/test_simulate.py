@@ -279,6 +279,7 @@ def test_no_document_waits_longer_than_it_may() -> None:
     assert longest[1] <= 1 < longest[0]
 
 
+@pytest.mark.filterwarnings("error:attention_efficiency")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_equal_documents_leave_nothing_to_gain(layout: wlb_tools.ParallelLayout) -> None:
     case = scenario(layout, outlier_thresholds=())

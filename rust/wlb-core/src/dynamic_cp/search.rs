@@ -175,15 +175,14 @@ impl<'a> StepSearch<'a> {
     /// Solves a candidate with other targets.
     fn solve_for(&mut self, candidate: &Candidate, targets: &[f64], base: usize, pipeline: &Pipeline) -> Result<f64> {
         let full = targets.iter().copied().fold(0.0, f64::max);
-        self.solve_within(candidate, (targets, targets), base, full, pipeline)
+        self.solve_within(candidate, targets, base, full, pipeline)
     }
 
     /// Solves a candidate. Documents get larger blocks only if a block of `base` takes longer than `full`.
-    /// Micro-batches are ordered by `shape`.
     fn solve_within(
         &mut self,
         candidate: &Candidate,
-        (targets, shape): (&[f64], &[f64]),
+        targets: &[f64],
         base: usize,
         full: f64,
         pipeline: &Pipeline,
@@ -192,7 +191,7 @@ impl<'a> StepSearch<'a> {
         let (problem, options, limit) = (self.problem, self.options, self.limit);
         let mut given_up = None;
         let mut late = |costs: &[f64]| {
-            let seconds = self.timed(costs, shape, pipeline).map_or(f64::INFINITY, |timed| timed.0);
+            let seconds = self.timed(costs, targets, pipeline).map_or(f64::INFINITY, |timed| timed.0);
             given_up = Some(seconds).filter(|&seconds| price(options, num_micro_batches, seconds) > limit);
             given_up.is_some()
         };
@@ -202,7 +201,7 @@ impl<'a> StepSearch<'a> {
             note(&mut self.sweep, num_micro_batches, seconds);
         }
         let Some(draft) = draft else { return Ok(given_up.unwrap_or(f64::INFINITY)) };
-        let (seconds, order) = self.timed(&draft.costs(), shape, pipeline)?;
+        let (seconds, order) = self.timed(&draft.costs(), targets, pipeline)?;
         if !fits_memory(self.problem, self.options, pipeline, &draft, &order)? {
             return Ok(f64::INFINITY);
         }
@@ -323,19 +322,8 @@ impl<'a> StepSearch<'a> {
 
     /// Also plans few documents in simpler ways.
     fn few(&mut self, tried: &[usize], counts: &Counts) -> Result<()> {
-        for (evenly, rising) in [(false, false), (true, false), (true, true)] {
-            let (before, sweep) = (self.best.clone(), self.sweep.clone());
-            self.plainly(tried, evenly, rising)?;
-            self.refine()?;
-            // A plan that is faster by the estimate may be slower exactly: then it and its entries in the sweep are
-            // dropped.
-            if rising
-                && let (Some(before), Some(after)) = (before, self.best.clone())
-                && self.simulated_price(&before)? < self.simulated_price(&after)?
-            {
-                (self.best, self.sweep) = (Some(before), sweep);
-            }
-        }
+        self.plainly(tried)?;
+        self.refine()?;
         let limit = match self.best.clone() {
             Some(best) => self.simulated_price(&best)?,
             None => f64::INFINITY,
@@ -464,19 +452,13 @@ impl<'a> StepSearch<'a> {
     }
 
     /// Plans with blocks of one size for all documents (larger only where memory needs it): with few documents a target
-    /// for each micro-batch means little. `evenly`: equal work for every micro-batch. `rising`: micro-batches ascend by
-    /// time.
-    fn plainly(&mut self, counts: &[usize], evenly: bool, rising: bool) -> Result<()> {
+    /// for each micro-batch means little.
+    fn plainly(&mut self, counts: &[usize]) -> Result<()> {
         for &count in counts {
             let candidate = self.candidate(count, f64::INFINITY)?;
             let pipeline = self.pipeline(count)?;
-            let targets = &candidate.relaxed.targets;
-            let even = vec![targets.iter().sum::<f64>() / count as f64; count];
-            let targets = if evenly { &even } else { targets };
-            let places: Vec<f64> = (0..count).map(|place| place as f64).collect();
-            let shape = if rising { &places } else { targets };
             for size in self.problem.plain_sizes() {
-                self.solve_within(&candidate, (targets, shape), size, f64::INFINITY, &pipeline)?;
+                self.solve_within(&candidate, &candidate.relaxed.targets, size, f64::INFINITY, &pipeline)?;
             }
         }
         Ok(())

@@ -14,14 +14,11 @@ const DEALS: usize = 8;
 const NOBODY: [usize; 2] = [MOST; 2];
 
 /// The kinds of moves; a kind that is listed more often is drawn more often.
-const MOVES: [Move; 36] = {
-    use Move::{
-        Apart, Beside, Block, Cut, Joined, Mixed, Moved, Order, Own, Placed, Relaid, Resized, Shared, Split, Swapped,
-    };
+const MOVES: [Move; 19] = {
+    use Move::{Mixed, Moved, Own, Placed, Relaid, Swapped};
     [
         Moved, Moved, Moved, Moved, Moved, Swapped, Swapped, Swapped, Swapped, Swapped, Swapped, Relaid, Mixed, Mixed,
-        Order, Resized, Resized, Shared, Shared, Apart, Split, Own, Own, Block, Block, Block, Block, Beside, Beside,
-        Beside, Cut, Cut, Joined, Placed, Placed, Placed,
+        Own, Own, Placed, Placed, Placed,
     ]
 };
 
@@ -37,26 +34,8 @@ enum Move {
     Relaid,
     /// A document goes to another micro-batch, whose documents get new groups.
     Mixed,
-    /// A micro-batch goes to another place, or two change places.
-    Order,
-    /// A group gets other ranks that touch or overlap its own.
-    Resized,
-    /// The ranks of two neighbouring groups are divided anew.
-    Shared,
-    /// The documents of two micro-batches are divided anew.
-    Apart,
-    /// A micro-batch is divided into two, or two are joined.
-    Split,
     /// A document gets a micro-batch of its own.
     Own,
-    /// Two micro-batches exchange equally many ranks with their documents, or one reverses some of its ranks.
-    Block,
-    /// A document gets a part of a group's ranks for itself.
-    Beside,
-    /// A group is divided into two.
-    Cut,
-    /// Two neighbouring groups are joined.
-    Joined,
 }
 
 /// Draws neighbours of a layout.
@@ -156,73 +135,6 @@ impl<'a> Neighbours<'a> {
                 }
                 self.close(next, i as u16)
             }
-            Move::Order => {
-                let (i, j) = (self.draw.below(count), self.draw.below(count));
-                if i == j {
-                    return None;
-                }
-                let swap = self.draw.one_in(2);
-                for team in next.teams_mut() {
-                    let place = usize::from(team.micro_batch);
-                    let new = match place {
-                        _ if place == i => j,
-                        _ if swap => {
-                            if place == j {
-                                i
-                            } else {
-                                place
-                            }
-                        }
-                        _ if i < place && place <= j => place - 1,
-                        _ if j <= place && place < i => place + 1,
-                        _ => place,
-                    };
-                    team.micro_batch = new as u16;
-                }
-                Some(())
-            }
-            Move::Resized => {
-                let at = self.draw.below(from.teams().len());
-                let team = from.teams()[at];
-                let taken = from.taken(parts, team.micro_batch, [at, MOST]);
-                let slot = self.draw.below(parts.slots.len()) as u16;
-                if slot == team.slot || taken & parts.slots.get(slot).ranks != 0 {
-                    return None;
-                }
-                next.put(parts, at, slot, team.documents)
-            }
-            Move::Shared => self.share(from, next),
-            Move::Apart => {
-                let (i, j) = (self.draw.below(count), self.draw.below(count));
-                let all = from.inside(i) | from.inside(j);
-                let first = self.part(all)?;
-                if i == j {
-                    return None;
-                }
-                self.lay_out(next, i, first)?;
-                self.lay_out(next, j, all & !first)
-            }
-            Move::Split => {
-                let i = self.draw.below(count);
-                let all = from.inside(i);
-                if self.draw.one_in(2) {
-                    let first = self.part(all).filter(|_| self.may_have(count + 1))?;
-                    self.lay_out(next, i, first)?;
-                    let place = self.draw.below(count + 1);
-                    next.open(place);
-                    self.lay_out(next, place, all & !first)
-                } else {
-                    let j = self.draw.below(count);
-                    if i == j || !self.may_have(count - 1) {
-                        return None;
-                    }
-                    let both = all | from.inside(j);
-                    next.clear(j);
-                    self.lay_out(next, i, both)?;
-                    next.close(j as u16);
-                    Some(())
-                }
-            }
             Move::Own => {
                 if !self.may_have(count + 1) {
                     return None;
@@ -240,37 +152,6 @@ impl<'a> Neighbours<'a> {
                 let team = from.teams()[left];
                 next.put(parts, left, team.slot, team.documents & !(1 << document))?;
                 next.drop_empty(left);
-                Some(())
-            }
-            Move::Block => self.exchange(from, next),
-            Move::Beside => {
-                let document = self.document();
-                let (left, at) = (from.team_of(document), self.draw.below(from.teams().len()));
-                if left == at {
-                    return None;
-                }
-                let (first, second) = self.halves(from.teams()[at].slot)?;
-                let team = from.teams()[at];
-                next.put(parts, at, first, team.documents)?;
-                next.add(parts, usize::from(team.micro_batch), second, 1 << document)?;
-                self.leave(next, left, document)
-            }
-            Move::Cut => {
-                let at = self.draw.below(from.teams().len());
-                let team = from.teams()[at];
-                let part = self.part(team.documents)?;
-                let (first, second) = self.halves(team.slot)?;
-                next.put(parts, at, first, part)?;
-                next.add(parts, usize::from(team.micro_batch), second, team.documents & !part)
-            }
-            Move::Joined => {
-                let (a, b) = self.beside(from)?;
-                let [first, second] = [a, b].map(|at| from.teams()[at]);
-                let end = parts.slots.get(second.slot).end();
-                let slot = parts.slots.between(parts.slots.get(first.slot).first, end)?;
-                next.put(parts, a, slot, first.documents | second.documents)?;
-                next.teams_mut()[b].documents = 0;
-                next.drop_empty(b);
                 Some(())
             }
         }
@@ -303,106 +184,6 @@ impl<'a> Neighbours<'a> {
         }
         next.close(micro_batch);
         Some(())
-    }
-
-    /// A random part of a set of documents, neither empty nor all.
-    fn part(&mut self, all: Set) -> Option<Set> {
-        let part = all & self.draw.bits() as Set;
-        (part != 0 && part != all).then_some(part)
-    }
-
-    /// Two slots that together have the ranks of a slot, in random order.
-    fn halves(&mut self, slot: u16) -> Option<(u16, u16)> {
-        let slot = *self.parts.slots.get(slot);
-        if slot.size == 1 {
-            return None;
-        }
-        let cut = slot.first + self.cut(slot.size);
-        let (first, second) = (self.parts.slots.between(slot.first, cut)?, self.parts.slots.between(cut, slot.end())?);
-        Some(if self.draw.one_in(2) { (first, second) } else { (second, first) })
-    }
-
-    /// A random place at which a block of `size` ranks may be cut.
-    fn cut(&mut self, size: u32) -> u32 {
-        match self.parts.problem.group_sizes {
-            GroupSizes::PowersOfTwo => size / 2,
-            GroupSizes::Any => 1 + self.draw.below(size as usize - 1) as u32,
-        }
-    }
-
-    /// Two teams of a micro-batch without another team between them.
-    fn beside(&mut self, from: &Layout) -> Option<(usize, usize)> {
-        let a = self.draw.below(from.teams().len());
-        let (end, j) = (self.parts.slots.get(from.teams()[a].slot).end(), from.teams()[a].micro_batch);
-        let first = |at: usize| self.parts.slots.get(from.teams()[at].slot).first;
-        let behind = (0..from.teams().len()).filter(|&at| from.teams()[at].micro_batch == j && first(at) >= end);
-        Some((a, behind.min_by_key(|&at| first(at))?))
-    }
-
-    /// Divides the ranks of two neighbouring teams, and those between them, anew.
-    fn share(&mut self, from: &Layout, next: &mut Layout) -> Option<()> {
-        let (a, b) = self.beside(from)?;
-        let slots = &self.parts.slots;
-        let [first, second] = [a, b].map(|at| from.teams()[at]);
-        let (start, end) = (slots.get(first.slot).first, slots.get(second.slot).end());
-        let cut = match self.draw.below(4) {
-            0 => slots.get(first.slot).end() + 1,
-            1 => slots.get(second.slot).first - 1,
-            _ => start + 1 + self.draw.below((end - start) as usize - 1) as u32,
-        };
-        if cut <= start || cut >= end {
-            return None;
-        }
-        let (left, right) = (slots.between(start, cut)?, slots.between(cut, end)?);
-        let swap = self.draw.one_in(2);
-        let (left, right) = if swap { (right, left) } else { (left, right) };
-        next.put(self.parts, a, left, first.documents)?;
-        next.put(self.parts, b, right, second.documents)
-    }
-
-    /// Two micro-batches exchange the contents of equally many ranks, or one micro-batch reverses the contents of some
-    /// ranks.
-    fn exchange(&mut self, from: &Layout, next: &mut Layout) -> Option<()> {
-        let count = usize::from(from.count);
-        let slots = &self.parts.slots;
-        let at = self.draw.below(from.teams().len());
-        let (i, j) = (from.teams()[at].micro_batch, self.draw.below(count) as u16);
-        let own = *slots.get(from.teams()[at].slot);
-        let (first, size) = if self.draw.one_in(2) {
-            (own.first, own.size)
-        } else {
-            let slot = slots.get(self.draw.below(slots.len()) as u16);
-            (slot.first, slot.size)
-        };
-        let places = self.parts.problem.world_size - size as usize + 1;
-        let other = if self.draw.one_in(2) { first } else { self.draw.below(places) as u32 };
-        if i == j && first.abs_diff(other) < size {
-            return None;
-        }
-        let mut moved = false;
-        for (at, team) in from.teams().iter().enumerate() {
-            let slot = slots.get(team.slot);
-            let is_in = |first: u32| first <= slot.first && slot.end() <= first + size;
-            let is_apart = |first: u32| slot.end() <= first || first + size <= slot.first;
-            let (to, shift) = match team.micro_batch {
-                j_or_i if j_or_i == i && is_in(first) => (j, other.wrapping_sub(first)),
-                j_or_i if j_or_i == j && is_in(other) => (i, first.wrapping_sub(other)),
-                j_or_i if (j_or_i == i && !is_apart(first)) || (j_or_i == j && !is_apart(other)) => return None,
-                _ => continue,
-            };
-            moved = true;
-            let start = slot.first.wrapping_add(shift);
-            next.teams_mut()[at].micro_batch = to;
-            if shift != 0 {
-                next.put(self.parts, at, slots.between(start, start + slot.size)?, team.documents)?;
-            }
-        }
-        if !moved {
-            return None;
-        }
-        // Neither of the two may become empty.
-        let few = count <= self.documents();
-        (!few || (!next.is_empty(i) && !next.is_empty(j))).then_some(())
     }
 
     /// Gives a micro-batch these documents: groups of random sizes, documents costliest first, each where it finishes
