@@ -391,6 +391,17 @@ def test_the_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(table) == 7
 
 
+def test_products_coarser_than_float32_are_compared_with_float32() -> None:
+    """TF32 rounds to 10 bits: too much for what is allowed in float32."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        proof = wt.verify(llama(), first_step(), report=None)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert proof.checks[-1].name == "precision"
+
+
 def test_a_timer_counts_no_micro_batch_of_it() -> None:
     """What is run to verify belongs to no step, whose times it would otherwise spoil."""
     model, step, timer = llama(), first_step(), wt.StepTimer("cpu")

@@ -56,7 +56,7 @@ def token_array(tokens: Any, argument: str, index: int) -> NDArray[Any]:
         raise error(argument, message, index=index, value=None)
     if array.dtype.kind not in "iu":
         raise error(argument, f"holds {array.dtype}, not integers", index=index, value=str(array.dtype))
-    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+    if array.dtype == np.uint64 and array.max() >= 2**63:
         raise error(argument, f"has token {array.max()}: must be below 2**63", index=index, value=int(array.max()))
     return array
 

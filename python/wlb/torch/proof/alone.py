@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,7 +25,19 @@ from wlb.torch.tied import of_pipeline
 from wlb.torch.training import hf_logits, logits_of, takes_input_ids, takes_keywords, without_weights
 
 Alone: TypeAlias = Callable[[nn.Module, PackedBatch], Tensor]
-Gradients: TypeAlias = list[Tensor]
+
+
+@dataclass
+class Outcome:
+    """What a step gave.
+
+    Attributes:
+        loss: the mean loss, or None if the loop returns none.
+        gradients: one for each parameter, 0 where the model has none.
+    """
+
+    loss: float | None
+    gradients: list[Tensor]
 
 
 class Model:
@@ -58,18 +70,13 @@ class Model:
             isinstance(parameter, dtensor()) for parameter in self.parameters
         )
 
-    @property
-    def is_pipeline(self) -> bool:
-        """Whether each rank has some stages only."""
-        return bool(self._stages)
-
     def taken(self) -> list[Tensor | None]:
         """Takes this rank's gradients out of the model and returns them."""
         found = [None if p.grad is None else local(p.grad).detach().clone() for p in self.parameters]
         self.whole.zero_grad(set_to_none=True)
         return found
 
-    def alone(self, rows: Sequence[Row]) -> tuple[float, Gradients]:
+    def alone(self, rows: Sequence[Row]) -> Outcome:
         """Mean loss and gradient of all documents, each alone on one rank. Every rank gets them, for its own shards.
 
         A model that fits on one rank runs without its wrapper, so that the wrapper's averages and communication are not
@@ -91,7 +98,7 @@ class Model:
             for tied in of_pipeline(self._pipeline):
                 tied.all_reduce_gradients()
         self.whole.zero_grad(set_to_none=True)
-        return self._ranks.sums(total)[0], [local(gradient) for gradient in found]
+        return Outcome(self._ranks.sums(total)[0], [local(gradient) for gradient in found])
 
     @contextmanager
     def _summed(self) -> Iterator[None]:
@@ -167,7 +174,7 @@ def logits_alone(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def _batch(document: Document) -> PackedBatch:
-    return PackedBatch.of(
+    batch = PackedBatch.of(
         document.tokens,
         document.labels,
         document_ids=[0],
@@ -176,3 +183,4 @@ def _batch(document: Document) -> PackedBatch:
         num_valid_tokens=document.num_labels,
         columns=document.columns,
     )
+    return replace(batch, position_ids=batch.position_ids + document.moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from wlb.torch.data.dynamic_cp import DynamicCpStep
 from wlb.torch.data.forest import ForestBatch
 from wlb.torch.data.step import Step
 from wlb.torch.gradients import unwrapped
+from wlb.torch.layers import against_forests, against_packing
 from wlb.torch.lazy import dtensor, fsdp1, local
 from wlb.torch.proof.ranks import Ranks
+from wlb.torch.proof.short import longest_of
 from wlb.torch.tied import is_tied
 from wlb.torch.training import AnyStep
 
@@ -27,12 +29,13 @@ class Check:
     """One row of a proof.
 
     Attributes:
-        name: What was compared.
-        found: Value in training.
-        expected: Correct value.
-        error: Relative difference of both.
-        allowed: Largest allowed difference.
-        fix: What is wrong and what to do; empty if nothing is.
+        name: what was compared.
+        found: value in training.
+        expected: correct value.
+        error: relative difference of both.
+        allowed: largest allowed difference.
+        fix: what is wrong and what to do; empty if nothing is.
+        can_tell: whether a fault would differ by more than is allowed.
     """
 
     name: str
@@ -41,11 +44,33 @@ class Check:
     error: float
     allowed: float
     fix: str = ""
+    can_tell: bool = True
+
+    @property
+    def verdict(self) -> Literal["passed", "wrong", "could not tell"]:
+        """`wrong` if the difference is not allowed; `could not tell` if a fault would be allowed too."""
+        if not self.error <= self.allowed:
+            return "wrong"
+        return "passed" if self.can_tell else "could not tell"
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is allowed."""
-        return self.error <= self.allowed
+        """Whether the difference is allowed, and a fault would not be."""
+        return self.verdict == "passed"
+
+
+def configuration(parts: Sequence[nn.Module], step: AnyStep, ranks: Ranks) -> None:
+    """Refuses a model whose configuration cannot keep the documents of this step apart.
+
+    Raises:
+        wlb.WlbError: it names the layer or the setting, and the way out; the same on all ranks.
+    """
+    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
+    (longest,) = map(int, ranks.largest(longest_of(step)))
+    wrong = [(against_forests(part) if of_forest else "") or against_packing(part, longest) for part in parts]
+    for found in ranks.gathered_of_parts("".join(wrong)):
+        if found:
+            raise error("model", found)
 
 
 def documents(step: AnyStep, ranks: Ranks) -> Check:
@@ -62,10 +87,6 @@ def documents(step: AnyStep, ranks: Ranks) -> Check:
             wrong += not same or batch.shard.num_tokens < part.tokens
         else:
             wrong += not np.array_equal(batch.shard.lengths[: batch.document_ids.numel()], part.lengths)
-    return _check_documents(step, ranks, wrong)
-
-
-def _check_documents(step: AnyStep, ranks: Ranks, wrong: int) -> Check:
     every = ranks.gathered(
         ((step.number, step.plan.digest(), getattr(step, "content", None)), step.parts.tolist(), wrong)
     )

@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wlb._errors import error
-from wlb.torch.data.forest import ForestBatch
-from wlb.torch.layers import against_packing, limit_of, special_tokens
 from wlb.torch.loss import count_valid_tokens
 from wlb.torch.proof.alone import Model, logits_alone
+from wlb.torch.proof.checks import configuration
 from wlb.torch.proof.experiments import Experiments
 from wlb.torch.proof.precision import Precision
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import Short, longest_of
-from wlb.torch.proof.short_forest import ShortForest
+from wlb.torch.proof.short_forest import shortened
 from wlb.torch.proof.still import still
 from wlb.torch.training import AnyStep, LossOf, looks, train_step
 
@@ -35,7 +33,7 @@ def look(
         accelerator: as `train_step` takes it.
 
     Raises:
-        wlb.WlbError: It names the layer, or the setting, and the way out.
+        wlb.WlbError: it names the layer, or the setting, and the way out.
 
     Complexity:
         Up to eight forward passes of short documents. Only if a loss changes: as many with backward, and a copy of the
@@ -43,13 +41,8 @@ def look(
     """
     device = next(model.parameters()).device
     ranks = Ranks(group, None, device)
-    of_forest = any(isinstance(batch, ForestBatch) for batch in step.micro_batches)
-    (longest,) = map(int, ranks.largest(longest_of(step)))
-    if wrong := against_packing(model, longest):
-        raise error("model", wrong)
-    given: Any = step
-    made: Any = ShortForest if of_forest else Short
-    short = made(given, ranks, limit=limit_of([model]), special=special_tokens([model]), whole=False)
+    configuration([model], step, ranks)
+    short = shortened(step, ranks, [model])
     if not short.count():
         return
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 from unittest import mock
 
@@ -27,19 +27,27 @@ class Precision:
         model: all parts of the model on this rank.
         stages: the pipeline stages that hold these parts, if there are any.
         dtype: what the model computes in, if that is coarser than its parameters; None if nobody says.
+
+    Attributes:
+        is_float32: whether the model trains in float32 or finer, without TF32.
+        has_float32: whether `float32` can run rows of several documents.
+        has_float32_alone: whether `float32` can run a document alone.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Any], dtype: torch.dtype | None) -> None:
         self._model, self._stages = model, stages
         _reshard(model)  # a forward without backward leaves gathered parameters in the place of the shards
         self._half = [each for each in [*model.parameters(), *model.buffers()] if _is_coarse(each.dtype)]
-        self._policies = [each for each in model.modules() if isinstance(each, fsdp2()) and _policy(each).param_dtype]
+        self._policies = [each for each in _wrappers(model) if _policy(each).param_dtype]
         self._flat = [each for each in model.modules() if isinstance(each, fsdp1()) and _mixed(each)]
-        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one. And some models
-        # know documents by flash attention alone, which has no float32.
+        # Kernels of 8-bit numbers know no other precision. FSDP1 allocates its flat parameter in one.
+        self.has_float32_alone = (dtype is None or dtype.itemsize > 1) and not self._flat
+        # Some models know the documents of a row by flash attention alone, which has no float32.
         by_flash = bool(_flash_configs(model)) and bool(unplaced_masks(model, flash=True))
-        self.has_float32 = (dtype is None or dtype.itemsize > 1) and not self._flat and not by_flash
-        self.is_float32 = not (self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype)))
+        self.has_float32 = self.has_float32_alone and not by_flash
+        self.is_float32 = torch.get_float32_matmul_precision() == "highest" and not (
+            self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype))
+        )
         self._in_float32 = False
         self._is_ddp = any(isinstance(each, DistributedDataParallel) for each in model.modules())
 
@@ -94,6 +102,10 @@ class Precision:
                 yield
             finally:
                 self._in_float32 = False
+
+    def finest(self) -> AbstractContextManager[None]:
+        """Computes in float32 if the model can."""
+        return self.float32() if self.has_float32 else nullcontext()
 
     def exchange(self, gradients: Sequence[Tensor | None]) -> None:
         """Averages gradients over the ranks of DistributedDataParallel, which does not do it for float32 copies."""
@@ -154,10 +166,18 @@ def _mixed(module: Any) -> bool:
     return handle is not None and _is_coarse(handle._fwd_bwd_param_dtype)
 
 
-def _sharded(module: Any) -> list[Any]:
+def _wrappers(model: nn.Module) -> list[Any]:
+    return [each for each in model.modules() if isinstance(each, fsdp2())]
+
+
+def _groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [each for group in groups if group is not None for each in group.fsdp_params]
+    return [group for group in groups if group is not None]
+
+
+def _sharded(module: Any) -> list[Any]:
+    return [each for group in _groups(module) for each in group.fsdp_params]
 
 
 def _put_back(tensor: Tensor, data: Tensor, part: Tensor | None) -> None:
@@ -172,13 +192,12 @@ def _buffers_apart(model: nn.Module) -> Iterator[None]:
     """Lets `fully_shard` gather into buffers of their own, since those that it has are of one precision."""
     kept: list[tuple[Any, dict[str, Any]]] = []
     _reshard(model)
-    for module in model.modules():
-        if isinstance(module, fsdp2()):
-            for each in _sharded(module):
-                names = ("_unsharded_param", "all_gather_outputs", "_sharded_param_data")
-                kept.append((each, {name: vars(each)[name] for name in names if name in vars(each)}))
-                vars(each).pop("_unsharded_param", None)
-                each.all_gather_outputs = []
+    for module in _wrappers(model):
+        for each in _sharded(module):
+            names = ("_unsharded_param", "all_gather_outputs", "_sharded_param_data")
+            kept.append((each, {name: vars(each)[name] for name in names if name in vars(each)}))
+            vars(each).pop("_unsharded_param", None)
+            each.all_gather_outputs = []
     try:
         yield
     finally:
@@ -189,19 +208,14 @@ def _buffers_apart(model: nn.Module) -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, fsdp2()):
-            module.reshard()
+    for module in _wrappers(model):
+        module.reshard()
 
 
 def _reset(model: nn.Module) -> None:
     """Makes `fully_shard` look at the types of its parameters again."""
-    for module in model.modules():
-        if isinstance(module, fsdp2()):
-            state: Any = module._get_fsdp_state()
-            for each in _sharded(module):
-                each.reset_sharded_param()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                if group is not None:
-                    group._init_mp_dtypes()
+    for module in _wrappers(model):
+        for each in _sharded(module):
+            each.reset_sharded_param()
+        for group in _groups(module):
+            group._init_mp_dtypes()

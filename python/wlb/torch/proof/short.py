@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -38,14 +39,16 @@ class Document:
     Attributes:
         tokens: int64 [tokens].
         labels: int64 [tokens]: what each token predicts, or IGNORE.
-        columns: Further values of each token by name, [..., tokens]. A document's own position ids are one of them.
-        share: What the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
+        columns: further values of each token by name, [..., tokens]. A document's own position ids are one of them.
+        share: what the loss of each of its labels counts in the mean that is meant; None: all labels count alike.
+        moved: tokens by which its positions are shifted.
     """
 
     tokens: Tensor
     labels: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     share: float | None = None
+    moved: int = 0
 
     def __len__(self) -> int:
         return self.tokens.numel()
@@ -71,10 +74,10 @@ class Row:
     """A micro-batch: its documents, and their layout on its context-parallel ranks.
 
     Attributes:
-        documents: In packed order.
-        shard: The context-parallel rank of each token.
-        first: The first of these ranks, counted among the ranks that share the step.
-        paths: For a forest: the indices of each document's tokens in the row, int64 [tokens].
+        documents: in packed order.
+        shard: the context-parallel rank of each token.
+        first: the first of these ranks, counted among the ranks that share the step.
+        paths: for a forest: the indices of each document's tokens in the row, int64 [tokens].
     """
 
     documents: tuple[Document, ...]
@@ -83,7 +86,45 @@ class Row:
     paths: tuple[Tensor, ...] = ()
 
 
-class Short:
+class Documents(ABC):
+    """What short steps of documents and of forests have in common.
+
+    Attributes:
+        documents: short documents of each micro-batch, as the loop gets them.
+        rows: the same micro-batches for the reference.
+        mean: over what the step of a round takes its mean; empty for other steps.
+    """
+
+    documents: dict[Any, list[Document]]
+    rows: Sequence[Row]
+    mean: str = ""
+
+    @abstractmethod
+    def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> Any:
+        """This rank's part of the step, after `change` of the documents of each micro-batch.
+
+        Args:
+            change: makes other documents of those of a micro-batch.
+            other: whether a document, named by its place in the micro-batch, gets other tokens. Of a forest, tokens of
+                paths without other tokens stay. Labels of changed documents must be gone.
+        """
+
+    def count(self, change: Change = list) -> int:
+        """Labels of the whole step, after `change` of the documents of each micro-batch."""
+        return sum(each.num_labels for documents in self.documents.values() for each in change(documents))
+
+    @property
+    def most_documents(self) -> int:
+        """Documents of the micro-batch with the most."""
+        return max(map(len, self.documents.values()), default=0)
+
+    @property
+    def divided(self) -> bool:
+        """Whether several context-parallel ranks share a micro-batch."""
+        return any(row.shard.cp_size > 1 for row in self.rows)
+
+
+class Short(Documents):
     """A step with a few short documents in each micro-batch. Every rank knows all of them.
 
     Lengths are unequal, so that a mean of means shows. Each micro-batch has at least two documents if it has the
@@ -94,8 +135,8 @@ class Short:
     Args:
         step: this rank's part of the step.
         ranks: the ranks that share it.
-        limit: tokens, such as those of a window of attention.
         special: tokens that stand for something, and are never put in the place of another.
+        limit: tokens, such as those of a window of attention.
         whole: whether all micro-batches are needed, as by schedules of pipelines; else two of a rank are enough.
     """
 
@@ -103,9 +144,9 @@ class Short:
         self,
         step: PackedStep,
         ranks: Ranks,
+        special: frozenset[int] = frozenset(),
         *,
         limit: int = 0,
-        special: frozenset[int] = frozenset(),
         whole: bool = True,
     ) -> None:
         is_cut = isinstance(step, Step) and not whole and len(step.micro_batches) > _MICRO_BATCHES
@@ -128,9 +169,7 @@ class Short:
             )
             for key in labelled
         }
-        self.documents: dict[Key, list[Document]] = {
-            key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)
-        }
+        self.documents = {key: [blank(end - start) for start, end, _ in cuts[key]] for key in sorted(cuts)}
         for theirs in ranks.gathered([(key, _inside(batch, cuts[key])) for key, batch in self._mine]):
             for key, parts in theirs:
                 found = self.documents[key]
@@ -140,14 +179,13 @@ class Short:
                 if not goes_on:
                     document.labels[-1:] = IGNORE
         expected: Mapping[Key, Sequence[Document]] = self.documents
-        self.mean = ""
-        """Over what the step of a round takes its mean; empty for other steps."""
         if isinstance(step, Step) and step.mean is not None:
             self.mean = step.mean.mean
-            samples = {
-                key: _numbers(step, key)[np.searchsorted(np.cumsum(lengths[key]), starts, side="right")]
-                for key, starts in {key: [start for start, *_ in cuts[key]] for key in self.documents}.items()
-            }
+            packing: Any = step.packing
+            samples = {}  # their numbers in the round
+            for key in self.documents:
+                of_cuts = np.searchsorted(np.cumsum(lengths[key]), [start for start, *_ in cuts[key]], side="right")
+                samples[key] = packing[key[1]].document_ids[of_cuts]
             expected, self.documents = _of_round(self.documents, samples, step.mean)
         self.rows = [
             Row(tuple(documents), self._shard(key, documents), self._first[key]) for key, documents in expected.items()
@@ -155,27 +193,8 @@ class Short:
         self._step = _of(self.documents, step, [key for key, _ in self._mine]) if is_cut else step
         self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
 
-    def count(self, change: Change = list) -> int:
-        """Labels of the whole step, after `change` of the documents of each micro-batch."""
-        return sum(each.num_labels for documents in self.documents.values() for each in change(documents))
-
-    @property
-    def most_documents(self) -> int:
-        """Documents of the micro-batch with the most."""
-        return max(map(len, self.documents.values()), default=0)
-
-    @property
-    def divided(self) -> bool:
-        """Whether several context-parallel ranks share a micro-batch."""
-        return any(size > 1 for size in self._cp_sizes.values())
-
     def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> PackedStep:
-        """This rank's part of the step, after `change` of the documents of each micro-batch.
-
-        Args:
-            change: makes other documents of those of a micro-batch.
-            other: whether a document, named by its place in the micro-batch, gets other tokens. Its labels stay.
-        """
+        """This rank's part of the step, in packed rows."""
         changed = {key: list(change(documents)) for key, documents in self.documents.items()}
         if other is not None:
             changed = {
@@ -197,10 +216,11 @@ class Short:
 
     def _batch(self, key: Key, like: PackedBatch, documents: Sequence[Document]) -> PackedBatch:
         shard, whole = self._shard(key, documents), joined(documents)
-        own = whole[torch.from_numpy(shard.rank(like.cp_rank).token_indices.astype(np.int64))]
+        mine = torch.from_numpy(shard.rank(like.cp_rank).token_indices.astype(np.int64))
+        own = whole[mine]
         entries = like.cu_seqlens.numel()
         fixed = entries > like.shard.lengths.size + 1 and entries > len(documents)
-        return PackedBatch.of(
+        batch = PackedBatch.of(
             own.tokens,
             own.labels,
             document_ids=list(range(len(documents))),
@@ -211,6 +231,9 @@ class Short:
             cu_seqlens_size=entries if fixed else None,
             columns=own.columns,
         )
+        moved = torch.tensor([each.moved for each in documents], dtype=torch.int64)
+        moved = moved.repeat_interleave(torch.from_numpy(shard.lengths.astype(np.int64)))
+        return replace(batch, position_ids=batch.position_ids + moved[mine])
 
 
 class Other:
@@ -257,13 +280,6 @@ def _of(documents: Mapping[Key, Sequence[Document]], step: Any, mine: Sequence[K
     return result
 
 
-def _numbers(step: Step[Any], key: Key) -> NDArray[np.int64]:
-    """Numbers in their round of the samples of a micro-batch."""
-    packing: Any = step.packing
-    numbers: NDArray[np.int64] = packing[key[1]].document_ids
-    return numbers
-
-
 def longest_of(step: Any) -> int:
     """Tokens of the longest document of this rank's micro-batches; 0 for a forest."""
     packed = [batch for batch in step.micro_batches if isinstance(batch, PackedBatch)]
@@ -283,6 +299,16 @@ def joined(documents: Sequence[Document]) -> Document:
 def teaching_nothing(document: Document) -> Document:
     """A copy of a document without labels."""
     return replace(document, labels=torch.full_like(document.labels, IGNORE))
+
+
+def moved_on(documents: Sequence[Document]) -> list[Document]:
+    """Documents whose positions begin where the shortest document ends, but for the longest.
+
+    The longest document may already have all positions that the model knows.
+    """
+    sizes = [len(each) for each in documents]
+    longest = sizes.index(max(sizes)) if sizes else 0
+    return [replace(each, moved=0 if place == longest else min(sizes)) for place, each in enumerate(documents)]
 
 
 def _key(step: PackedStep, place: int) -> Key:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 import wlb
 from wlb.reading import documents as data
@@ -16,8 +17,10 @@ from wlb.reading.documents import IGNORE
 from wlb.torch.data.collate import collate
 from wlb.torch.data.forest import ForestBatch, paths_of
 from wlb.torch.data.step import Step
+from wlb.torch.layers import limit_of, special_tokens
 from wlb.torch.proof.ranks import Ranks
-from wlb.torch.proof.short import NO_LABEL, Change, Document, Other, Row, blank
+from wlb.torch.proof.short import NO_LABEL, Change, Document, Documents, Other, Row, Short, blank
+from wlb.torch.training import AnyStep
 
 Ints = NDArray[np.int64]
 
@@ -26,53 +29,37 @@ _SHARED = 20  # tokens that samples of one tree keep of their shared tokens
 _BEFORE = 4  # tokens before the first that is predicted
 
 
-class ShortForest:
+def shortened(step: AnyStep, ranks: Ranks, parts: Sequence[nn.Module], *, whole: bool = False) -> Short | ShortForest:
+    """The step with a few short documents or samples in each micro-batch, for the model that has these parts.
+
+    Args:
+        step: this rank's part of the step.
+        ranks: the ranks that share it.
+        parts: the model, or this rank's stages.
+        whole: as in `Short`.
+    """
+    special = special_tokens(parts)
+    if any(isinstance(batch, ForestBatch) for batch in step.micro_batches):
+        return ShortForest(step, ranks, special)  # type: ignore[arg-type]
+    return Short(step, ranks, special, limit=limit_of(parts), whole=whole)  # type: ignore[arg-type]
+
+
+class ShortForest(Documents):
     """A step with a few short samples in each micro-batch. Every rank knows all of them.
 
     Samples of a tree keep some of their shared tokens, then some of their own from the first predicted token on.
     Lengths are unequal, so that a mean of means shows.
     """
 
-    mean = ""  # no step of a round
-
-    def __init__(
-        self,
-        step: Step[ForestBatch],
-        ranks: Ranks,
-        *,
-        limit: int = 0,
-        special: frozenset[int] = frozenset(),
-        whole: bool = True,
-    ) -> None:
-        del limit, whole  # samples keep their trees
+    def __init__(self, step: Step[ForestBatch], ranks: Ranks, special: frozenset[int]) -> None:
         self._step = step
         self._holders: dict[int, dict[int, int]] = {}
         self.documents = self._cut(ranks)
         self.rows = [self._row(key, documents) for key, documents in sorted(self.documents.items())]
         self._other = Other([document.tokens for row in self.rows for document in row.documents], special)
 
-    def count(self, change: Change = list) -> int:
-        """Labels of the whole step, after `change` of the samples of each micro-batch."""
-        return sum(each.num_labels for samples in self.documents.values() for each in change(samples))
-
-    @property
-    def most_documents(self) -> int:
-        """Samples of the micro-batch with the most."""
-        return max(map(len, self.documents.values()), default=0)
-
-    @property
-    def divided(self) -> bool:
-        """Whether several context-parallel ranks share a micro-batch."""
-        return any(row.shard.cp_size > 1 for row in self.rows)
-
     def step(self, change: Change = list, other: Callable[[int], bool] | None = None) -> Step[ForestBatch]:
-        """This rank's part of the step, after `change` of the samples of each micro-batch.
-
-        Args:
-            change: makes other samples of those of a micro-batch.
-            other: whether a sample, named by its place in the micro-batch, gets other tokens, where no sample without
-                other tokens passes. Labels of such samples must be gone.
-        """
+        """This rank's part of the step, in which samples share their tokens."""
         batches = []
         for key, batch in zip(self._step.indices.tolist(), self._step.micro_batches, strict=True):
             samples = change(self.documents[key])
