@@ -482,11 +482,13 @@ impl<'a> StepSearch<'a> {
         self.demand.is_some() || self.problem.counts_documents()
     }
 
-    /// Whether exchange costs and documents are many. Each is then a small part of a step, and a solution that is a
-    /// little slower than the best has no neighbour that is faster.
+    /// Whether exchange costs the same everywhere and documents are many. Each is then a small part of a step, and a
+    /// solution that is a little slower than the best has no neighbour that is faster. Where exchange is cheaper inside
+    /// nodes, a neighbour may be.
     fn are_many(&self) -> bool {
         let documents = self.problem.documents.len();
-        self.demand.is_some() && documents > FEW && documents >= MANY * self.problem.world_size
+        let is_priced_alike = self.demand.is_some() && self.options.node.is_none();
+        is_priced_alike && documents > FEW && documents >= MANY * self.problem.world_size
     }
 
     /// Plans with targets that ignore exchange, and again with the targets stretched to the time of the first solution.
