@@ -391,14 +391,29 @@ def test_the_table_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(table) == 7
 
 
-def test_products_coarser_than_float32_are_compared_with_float32() -> None:
-    """TF32 rounds to 10 bits: too much for what is allowed in float32."""
-    torch.set_float32_matmul_precision("high")
+@pytest.mark.parametrize("setting", ["matmul_precision", "backends", "backends.cuda.matmul"])
+def test_products_coarser_than_float32_are_compared_with_float32(setting: str) -> None:
+    """TF32 rounds to 10 bits: too much for what is allowed in float32. torch has two sets of names to ask for it."""
+    backends: Any = torch.backends
+
+    def settings() -> list[str]:
+        levels = (backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn, backends.mkldnn.matmul)
+        return [level.fp32_precision for level in levels]
+
+    level = backends if setting == "backends" else backends.cuda.matmul
+    if setting == "matmul_precision":
+        torch.set_float32_matmul_precision("high")
+    else:
+        level.fp32_precision = "tf32"
+    before = settings()
     try:
         proof = wt.verify(llama(), first_step(), report=None)
-        assert torch.get_float32_matmul_precision() == "high"
+        assert settings() == before
     finally:
-        torch.set_float32_matmul_precision("highest")
+        if setting == "matmul_precision":
+            torch.set_float32_matmul_precision("highest")
+        else:
+            level.fp32_precision = "none"
     assert proof.checks[-1].name == "precision"
 
 

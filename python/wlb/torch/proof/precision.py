@@ -45,8 +45,8 @@ class Precision:
         # Some models know the documents of a row by flash attention alone, which has no float32.
         by_flash = bool(_flash_configs(model)) and bool(unplaced_masks(model, flash=True))
         self.has_float32 = self.has_float32_alone and not by_flash
-        self.is_float32 = torch.get_float32_matmul_precision() == "highest" and not (
-            self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype))
+        self.is_float32 = not (
+            _rounding() or self._half or self._policies or self._flat or (dtype is not None and _is_coarse(dtype))
         )
         self._in_float32 = False
         self._is_ddp = any(isinstance(each, DistributedDataParallel) for each in model.modules())
@@ -140,9 +140,33 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
+def _rounding() -> list[Any]:
+    """Where torch says, from the general to the special, that products of float32 round to fewer digits (TF32)."""
+    backends: Any = torch.backends
+    # That of cudnn is the general one of CUDA.
+    settings = (backends, backends.cudnn, backends.cuda.matmul, backends.mkldnn, backends.mkldnn.matmul)
+    return [each for each in settings if each.fp32_precision not in ("none", "ieee")]
+
+
 @contextmanager
 def _highest() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
+    """Products of float32 in all digits. It uses the names of torch that are in use: torch raises where both are."""
+    if not _rounding():
+        yield
+        return
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # `torch.backends` was used
+        kept = []
+        while rounding := _rounding():  # the special ones may only repeat the general one
+            kept.append((rounding[0], rounding[0].fp32_precision))
+            rounding[0].fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for setting, precision in reversed(kept):
+                setting.fp32_precision = precision
+        return
     torch.set_float32_matmul_precision("highest")
     try:
         yield
