@@ -42,7 +42,7 @@ const WORTH: f64 = 1.02;
 /// A solution is given up if the placed part takes longer than the best by this factor: halving blocks cannot make up
 /// for that much.
 const LATE: f64 = 1.05;
-/// The same with communication cost and many documents, each of which matters less.
+/// The factor in the place of `LATE` if exchange costs and documents are many: each document then matters less.
 const LATE_OF_MANY: f64 = 1.01;
 /// No larger blocks are tried if the step takes longer than with smaller ones by this factor.
 const LARGE: f64 = 1.2;
@@ -251,9 +251,9 @@ impl<'a> StepSearch<'a> {
         Ok(seconds)
     }
 
-    /// Seconds of a step whose micro-batches take these times, and their order in it.
-    fn timed(&mut self, costs: &[f64], shape: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
-        let order = targets::arrange(costs, shape);
+    /// Seconds of a step whose micro-batches take these times, and their order in it, which is that of the targets.
+    fn timed(&mut self, costs: &[f64], targets: &[f64], pipeline: &Pipeline) -> Result<(f64, Vec<usize>)> {
+        let order = targets::arrange(costs, targets);
         let p2p = [self.options.p2p_seconds];
         let times = Times::per_micro_batch(costs)?.with_p2p(&p2p)?;
         Ok((pipeline.makespan_in_order(&times, &order, &mut self.buffers), order))
@@ -372,7 +372,7 @@ impl<'a> StepSearch<'a> {
         }
         let mut solved = search.solved;
         solved.sort_by(|a, b| a.price.total_cmp(&b.price));
-        // Of a number and a gain only the best size of blocks.
+        // Each pair of a number of micro-batches and a gain is kept once, with its best size of blocks.
         let mut others: Vec<Solved> = Vec::new();
         for found in solved {
             let is_same =
@@ -387,7 +387,7 @@ impl<'a> StepSearch<'a> {
             let mut candidate = self.candidate(num_micro_batches, f64::INFINITY)?;
             let pipeline = self.pipeline(num_micro_batches)?;
             self.descend(&mut candidate.relaxed, STEPS, &pipeline);
-            self.limit = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+            self.limit = self.least_price();
             self.solve(&candidate, base, &pipeline)?;
         }
         self.limit = f64::INFINITY;
@@ -480,6 +480,11 @@ impl<'a> StepSearch<'a> {
     /// limited (the limit of a block is that of a group).
     fn tries_sizes(&self) -> bool {
         self.demand.is_some() || self.problem.counts_documents()
+    }
+
+    /// Price of the best plan so far; infinite if there is none.
+    fn least_price(&self) -> f64 {
+        self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options))
     }
 
     /// Whether exchange costs the same everywhere and documents are many. Each is then a small part of a step, and a
@@ -576,7 +581,7 @@ impl<'a> StepSearch<'a> {
             return Ok(());
         };
         let seconds = self.solve(candidate, sizes[middle], pipeline)?;
-        let least = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+        let least = self.least_price();
         let is_far = price(self.options, candidate.num_micro_batches, seconds) > least * worth;
         if is_far && self.are_many() {
             return Ok(());
@@ -604,7 +609,7 @@ impl<'a> StepSearch<'a> {
             let of_gain = solved.iter().filter(|solved| solved.gain == problem.gain);
             of_gain.min_by(|a, b| price(a).partial_cmp(&price(b)).unwrap_or(Ordering::Equal)).copied()
         };
-        let least = self.best.as_ref().map_or(f64::INFINITY, |best| best.price(self.options));
+        let least = self.least_price();
         let best = of_gain(&self.solved).filter(|best| self.demand.is_some() && best.price <= least * WORTH);
         let Some(best) = best.filter(|_| self.options.num_micro_batches.is_none()) else { return Ok(()) };
         self.problem = problem;

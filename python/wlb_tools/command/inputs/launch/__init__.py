@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from wlb_tools.command.errors import CliError
-from wlb_tools.command.inputs.launch.fine_tuning import axolotl, llama_factory
+from wlb_tools.command.inputs.launch.fine_tuning import AXOLOTL, LLAMA_FACTORY, fine_tuning
 from wlb_tools.command.inputs.launch.megatron import flags_of_yaml, megatron
 from wlb_tools.command.inputs.launch.settings import Launch
 from wlb_tools.command.inputs.launch.texts import flags_of, flat, tables
@@ -38,9 +38,9 @@ def read_launch(path: Path) -> Launch:
     if any(_OF_TITAN.fullmatch(key) for key in keys):
         return torchtitan(content)
     if "base_model" in content:
-        return axolotl(content, path)
+        return fine_tuning(content, AXOLOTL, path)
     if {"stage", "finetuning_type", "cutoff_len"} & content.keys():
-        return llama_factory(content, path)
+        return fine_tuning(content, LLAMA_FACTORY, path)
     if "ModelParallel" in content or "MODEL_ARGS" in content:
         return megatron(flags_of_yaml(content), {})
     if content.keys() & _OF_SCENARIO:

@@ -11,10 +11,26 @@ from wlb_tools.command.errors import CliError
 from wlb_tools.command.inputs.launch.settings import Launch, reason_for
 from wlb_tools.command.inputs.launch.texts import json_of
 
+AXOLOTL = {
+    "kind": "axolotl's configuration",
+    "model": "base_model",
+    "context": "sequence_len",
+    "size": "micro_batch_size",
+    "recompute": "gradient_checkpointing",
+}
+LLAMA_FACTORY = {
+    "kind": "LLaMA-Factory's configuration",
+    "model": "model_name_or_path",
+    "context": "cutoff_len",
+    "size": "per_device_train_batch_size",
+    "recompute": "disable_gradient_checkpointing",
+}
+"""What the report calls a trainer's file, and the trainer's names of keys that the other trainer names otherwise."""
 
-def _trainer(launch: Launch, content: Mapping[str, Any], names: Mapping[str, str], path: Path) -> Launch:
-    """Reads a trainer of one model with data parallelism, such as axolotl's and LLaMA-Factory's."""
-    rest = dict(content)
+
+def fine_tuning(content: Mapping[str, Any], names: Mapping[str, str], path: Path) -> Launch:
+    """Settings that the YAML of axolotl or LLaMA-Factory gives: one model, with data parallelism."""
+    launch, rest = Launch(names["kind"]), dict(content)
     model = rest.pop(names["model"], None)
     if model:
         launch.take(names["model"], model, "model")
@@ -107,25 +123,3 @@ def _deepspeed_file(path: Path, name: str) -> Mapping[str, Any] | None:
         if (folder / name).is_file():
             return json_of(folder / name, (folder / name).read_text(encoding="utf-8"))
     return None
-
-
-def axolotl(content: Mapping[str, Any], path: Path) -> Launch:
-    """Settings that axolotl's YAML gives."""
-    names = {
-        "model": "base_model",
-        "context": "sequence_len",
-        "size": "micro_batch_size",
-        "recompute": "gradient_checkpointing",
-    }
-    return _trainer(Launch("axolotl's configuration"), content, names, path)
-
-
-def llama_factory(content: Mapping[str, Any], path: Path) -> Launch:
-    """Settings that LLaMA-Factory's YAML gives."""
-    names = {
-        "model": "model_name_or_path",
-        "context": "cutoff_len",
-        "size": "per_device_train_batch_size",
-        "recompute": "disable_gradient_checkpointing",
-    }
-    return _trainer(Launch("LLaMA-Factory's configuration"), content, names, path)
